@@ -1,0 +1,177 @@
+//! Text to token ids, with the checkpoint's own fast tokenizer (`tokenizer.json`).
+//!
+//! Enters: a checkpoint directory and text. Leaves: the ids that Python's `tokenizers` gives for the same file.
+//! Truncation and padding that the file may ask for are switched off: a document is encoded whole. Special tokens are
+//! never added here; [`TextTokenizer::bos`] says what the tokenizer would put in front, and packing decides. Slow
+//! (SentencePiece, vocab + merges) tokenizers are refused, not approximated.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tokenizers::Tokenizer;
+use wush_format::FormatError;
+
+use crate::{Checkpoint, CheckpointError, Result};
+
+/// The fast tokenizer's file.
+const TOKENIZER_FILE: &str = "tokenizer.json";
+/// Files of slow tokenizers, for the message when only these are there.
+const SLOW_FILES: &[&str] = &["tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"];
+/// Largest tokenizer.json that is read. Vocabularies of 256 k entries take about 35 MB.
+const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
+/// Largest generation_config.json that is read. Real ones have a few hundred bytes.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// A checkpoint's tokenizer.
+pub struct TextTokenizer {
+    inner: Tokenizer,
+    path: PathBuf,
+    bos: Option<u32>,
+}
+
+impl fmt::Debug for TextTokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TextTokenizer").field("path", &self.path).field("bos", &self.bos).finish_non_exhaustive()
+    }
+}
+
+impl TextTokenizer {
+    /// Reads `tokenizer.json` of a checkpoint directory.
+    ///
+    /// # Errors
+    /// `NoTokenizer` when the file is absent; `Tokenizer` when it is not valid, or puts more than one token in front
+    /// of a text; `Format` when it cannot be read.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let path = dir.join(TOKENIZER_FILE);
+        if !path.exists() {
+            let slow = SLOW_FILES.iter().find(|name| dir.join(name).exists()).copied();
+            return Err(CheckpointError::NoTokenizer { dir: dir.to_owned(), slow });
+        }
+        let bytes = read_bounded(&path, MAX_TOKENIZER_BYTES)?;
+        let failed = |e: tokenizers::Error| tokenizer_error(&path, &e);
+        let mut inner = Tokenizer::from_bytes(bytes).map_err(failed)?;
+        inner.with_truncation(None).map_err(failed)?;
+        inner.with_padding(None);
+        let bos = find_bos(&inner, &path)?;
+        Ok(Self { inner, path, bos })
+    }
+
+    /// The ids of `text`. No special tokens are added; text that spells one is encoded as one, as the tokenizer does.
+    ///
+    /// # Errors
+    /// `Tokenizer` when the tokenizer's model fails on the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|e| tokenizer_error(&self.path, &e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The ids of each text, in order, encoded in parallel. The result does not depend on the number of threads.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::encode`].
+    pub fn encode_batch(&self, texts: &[String]) -> Result<Vec<Vec<u32>>> {
+        let inputs: Vec<&str> = texts.iter().map(String::as_str).collect();
+        let encodings =
+            self.inner.encode_batch_fast(inputs, false).map_err(|e| tokenizer_error(&self.path, &e))?;
+        Ok(encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect())
+    }
+
+    /// The text of `ids`, special tokens included.
+    ///
+    /// # Errors
+    /// `Tokenizer` when the decoder fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, false).map_err(|e| tokenizer_error(&self.path, &e))
+    }
+
+    /// The one token that the tokenizer itself puts in front of every text, if it does.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The id of a special token that is spelled exactly `text`, if the tokenizer has one.
+    pub fn special_token(&self, text: &str) -> Option<u32> {
+        let id = self.inner.token_to_id(text)?;
+        self.inner.get_added_tokens_decoder().get(&id).filter(|token| token.special && token.content == text)?;
+        Some(id)
+    }
+
+    /// Number of ids that the tokenizer can give, added tokens included. The model's embedding may have more rows.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+}
+
+/// The model's end-of-text id: `eos_token_id` of config.json, of its `text_config`, or of generation_config.json,
+/// in this order; the first id where a list is given. `None` when no file names one.
+///
+/// # Errors
+/// `Format` when a file cannot be read, or the value is not an id or a list of ids.
+pub fn eos_token_id(checkpoint: &Checkpoint) -> Result<Option<u32>> {
+    let path = checkpoint.dir().join("config.json");
+    let config = checkpoint.config();
+    for object in [Some(config), config.get("text_config")].into_iter().flatten() {
+        if let Some(id) = eos_of(object, &path)? {
+            return Ok(Some(id));
+        }
+    }
+    let path = checkpoint.dir().join("generation_config.json");
+    if !path.exists() {
+        return Ok(None);
+    }
+    let bytes = read_bounded(&path, MAX_CONFIG_BYTES)?;
+    let object = serde_json::from_slice(&bytes).map_err(|e| invalid_config(&path, e.to_string()))?;
+    eos_of(&object, &path)
+}
+
+fn eos_of(object: &Value, path: &Path) -> Result<Option<u32>> {
+    let value = match object.get("eos_token_id") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(ids)) => match ids.first() {
+            None => return Ok(None),
+            Some(first) => first,
+        },
+        Some(value) => value,
+    };
+    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+    id.map(Some).ok_or_else(|| invalid_config(path, format!("eos_token_id: expected a token id, found {value}")))
+}
+
+/// Finds the BOS by encoding one letter with and without special tokens: the template may also add an end token.
+fn find_bos(tokenizer: &Tokenizer, path: &Path) -> Result<Option<u32>> {
+    let encode = |special| {
+        let encoding = tokenizer.encode_fast("a", special).map_err(|e| tokenizer_error(path, &e))?;
+        Ok::<_, CheckpointError>(encoding.get_ids().to_vec())
+    };
+    let (bare, full) = (encode(false)?, encode(true)?);
+    let n_before = match full.windows(bare.len().max(1)).position(|window| window == bare) {
+        Some(n) => n,
+        None => return Err(tokenizer_error(path, &"special tokens change how a text is split")),
+    };
+    match full[..n_before] {
+        [] => Ok(None),
+        [bos] => Ok(Some(bos)),
+        _ => Err(tokenizer_error(path, &format!("puts {n_before} tokens in front of a text; expected one at most"))),
+    }
+}
+
+fn tokenizer_error(path: &Path, detail: &dyn ToString) -> CheckpointError {
+    CheckpointError::Tokenizer { path: path.to_owned(), detail: detail.to_string() }
+}
+
+fn invalid_config(path: &Path, detail: String) -> CheckpointError {
+    FormatError::Invalid { path: path.to_owned(), kind: "configuration", detail }.into()
+}
+
+fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
+    let file = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+    let mut bytes = Vec::new();
+    file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| FormatError::io(path, "read", e))?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(invalid_config(path, format!("larger than {max_bytes} bytes")));
+    }
+    Ok(bytes)
+}

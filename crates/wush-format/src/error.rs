@@ -1,0 +1,111 @@
+//! The one error type of this crate: every variant names the file and says what was expected and what was found.
+
+use std::path::{Path, PathBuf};
+
+/// Result of this crate.
+pub type Result<T, E = FormatError> = std::result::Result<T, E>;
+
+/// Why a file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// The operating system refused.
+    #[error("{path}: cannot {action}: {source}")]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What was being done, as a verb: "read", "create", "rename".
+        action: &'static str,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// A file is not what its kind must be (header, offsets, overlap, length).
+    #[error("{path}: not a valid {kind} file: {detail}")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What it was read as: "safetensors", "manifest", "transforms".
+        kind: &'static str,
+        /// What was expected and what was found.
+        detail: String,
+    },
+    /// A tensor that must be there is absent.
+    #[error("{path}: tensor {name} is missing")]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+    },
+    /// A tensor has another shape or dtype than its role demands.
+    #[error("{path}: tensor {name}: expected {expected}, found {found}")]
+    WrongTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+        /// The expected shape or dtype.
+        expected: String,
+        /// The one found.
+        found: String,
+    },
+    /// A file was written in a layout that this version does not know.
+    #[error("{path}: {kind} format version {found}, expected {expected}")]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// What it was read as: "manifest", "transforms".
+        kind: &'static str,
+        /// The version it names.
+        found: String,
+        /// The version that can be read.
+        expected: u32,
+    },
+    /// The output is there already.
+    #[error("{path}: exists already")]
+    Exists {
+        /// The output.
+        path: PathBuf,
+    },
+    /// Another run is writing the same output.
+    #[error("{path}: another run is writing here")]
+    Busy {
+        /// The temporary path that the other run holds.
+        path: PathBuf,
+    },
+}
+
+impl FormatError {
+    /// Wraps an I/O error with the path and the action.
+    pub fn io(path: impl Into<PathBuf>, action: &'static str, source: std::io::Error) -> Self {
+        Self::Io { path: path.into(), action, source }
+    }
+
+    pub(crate) fn invalid(path: &Path, kind: &'static str, detail: impl Into<String>) -> Self {
+        Self::Invalid { path: path.to_owned(), kind, detail: detail.into() }
+    }
+
+    /// The remedy, if one is known: a line of its own, never part of the message.
+    pub fn hint(&self) -> Option<String> {
+        use std::io::ErrorKind::{
+            NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+        };
+        let hint = match self {
+            Self::Io { source, .. } => match source.kind() {
+                StorageFull | QuotaExceeded => "free some space, or write to another disk; nothing was left behind",
+                NotFound => "check the path; a directory to write into must exist already",
+                PermissionDenied => "check who owns the path and its permissions",
+                ReadOnlyFilesystem => "write to another disk",
+                _ => return None,
+            },
+            Self::Invalid { kind: "safetensors", .. } => "the file is damaged or incomplete: copy or download it again",
+            Self::Invalid { .. } | Self::MissingTensor { .. } | Self::WrongTensor { .. } => {
+                "the file is damaged or of another kind: make it again with this version of wush"
+            }
+            Self::Version { .. } => "make the file again with this version of wush, or use the version that made it",
+            Self::Exists { .. } => "remove it, or choose another output path",
+            Self::Busy { .. } => "wait for the other run, or choose another output path",
+        };
+        Some(hint.to_owned())
+    }
+}

@@ -1,0 +1,216 @@
+//! `wush/manifest.json`: what was made from what. Every list is sorted; no time stamp, no path of a machine, so the
+//! same input gives the same bytes.
+
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::hash::Sha;
+use crate::Result;
+
+/// Version of the manifest's layout.
+pub const MANIFEST_VERSION: u32 = 1;
+
+/// The manifest of a bundle.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Layout version of this file.
+    pub format_version: u32,
+    /// The tool and its version, "wush 0.1.0".
+    pub tool: String,
+    /// `complete`, or `failed` when the equivalence check did not pass.
+    pub status: Status,
+    /// What was converted.
+    pub source: Source,
+    /// The basis of the folded weights: adapters made for the source do not fit it.
+    pub basis: Basis,
+    /// The transform and how it was solved.
+    pub solve: Solve,
+    /// What the statistics came from; none for transforms that need none.
+    pub calibration: Option<Calibration>,
+    /// One entry a layer, in layer order.
+    pub layers: Vec<LayerReport>,
+    /// Folding: dtype and error.
+    pub fold: FoldReport,
+    /// Both checkpoints on the same text; none when it was skipped.
+    pub equivalence: Option<Equivalence>,
+    /// Every file of the bundle but this manifest, sorted by path.
+    pub files: Vec<FileEntry>,
+}
+
+/// Whether a bundle may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// All checks passed.
+    Complete,
+    /// A check failed; kept for a look, not for use.
+    Failed,
+}
+
+/// Where the checkpoint came from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// Hub id, or the directory's own name for a local one.
+    pub id: String,
+    /// Commit of the hub repository; none for a local directory.
+    pub revision: Option<String>,
+    /// Model family in wush's registry.
+    pub family: String,
+    /// Hash over the weights (names and hashes of all shards).
+    pub model_hash: Sha,
+    /// Every file of the source, sorted by path.
+    pub files: Vec<FileEntry>,
+}
+
+/// A file, its length and its digest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Relative path with forward slashes.
+    pub path: String,
+    /// Length in bytes.
+    pub n_bytes: u64,
+    /// SHA-256.
+    pub sha256: Sha,
+}
+
+/// Identity of the coordinates that the folded weights live in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Basis {
+    /// "folded-values": values and output projections are in transformed coordinates.
+    pub kind: String,
+    /// Hash over the folded weights: what the sidecars name as their model.
+    pub model_hash: Sha,
+}
+
+/// How the transforms were solved.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Solve {
+    /// Registry name of the transform.
+    pub transform: String,
+    /// Preset: "default" or "paper".
+    pub preset: String,
+    /// Damping γ of Eq. 1.
+    pub damping: f64,
+    /// Seed of the random baseline.
+    pub seed: u64,
+    /// SHA-256 of the statistics file.
+    pub stats_hash: Option<Sha>,
+}
+
+/// What the statistics were summed over.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Calibration {
+    /// As given: file name or hub id, without directories of this machine.
+    pub source: String,
+    /// Digest over the token ids of all sequences, in order.
+    pub tokens_hash: Sha,
+    /// Number of sequences.
+    pub sequences: u64,
+    /// Number of token positions summed over.
+    pub tokens: u64,
+    /// Longest sequence, in tokens: beyond it the statistics say nothing.
+    pub max_seq_len: u64,
+    /// RoPE scaling asked for, "yarn:4"; none for the checkpoint's own.
+    pub rope_scaling: Option<String>,
+    /// Device of the forward pass, "cpu".
+    pub device: String,
+    /// Arithmetic of the forward pass, "f32".
+    pub compute: String,
+}
+
+/// The solver's report on one layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LayerReport {
+    /// Global layer id.
+    pub layer: usize,
+    /// One entry a KV head.
+    pub key: Vec<HeadReport>,
+    /// One entry a KV head.
+    pub value: Vec<HeadReport>,
+}
+
+/// The solver's report on one transform. Traces are of the undamped matrices; ratios have no unit.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HeadReport {
+    /// Condition number of the damped Gram matrix.
+    pub cond_gram: f64,
+    /// Condition number of the damped Hessian.
+    pub cond_hessian: f64,
+    /// Condition number of T itself (2-norm).
+    pub cond_transform: f64,
+    /// Numerical rank of the undamped Gram matrix.
+    pub rank_gram: usize,
+    /// Numerical rank of the undamped Hessian.
+    pub rank_hessian: usize,
+    /// Coordinates whose Gram and Hessian diagonals are both zero.
+    pub dead_channels: usize,
+    /// tr(T M Tᵀ) tr(T^{-T} H T^{-1}) over Theorem 3's bound: at least 1.
+    pub trace_product_over_bound: f64,
+    /// tr(M) tr(H) over this transform's trace product: by how much Eq. 16's rounding loss shrinks at equal bits against
+    /// the identity, the Hadamard and every other orthogonal transform (they leave both traces, so this loss, unchanged).
+    pub predicted_gain: f64,
+    /// Largest relative deviation of the diagonal of T^{-T} H T^{-1} from its mean (Eq. 21).
+    pub imbalance: f64,
+}
+
+/// Folding's own error.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FoldReport {
+    /// "keep" or "f32".
+    pub dtype: String,
+    /// Largest over heads of ‖W_O'W_V' − W_O W_V‖_F / ‖W_O W_V‖_F after rounding.
+    pub max_rel_error: f64,
+    /// The layer where it is largest.
+    pub worst_layer: usize,
+}
+
+/// Both checkpoints run over the same calibration sequences.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Equivalence {
+    /// Positions scored.
+    pub tokens: u64,
+    /// Mean NLL of the source, nats a token.
+    pub nll_source: f64,
+    /// Mean NLL of the bundle with its key transforms applied.
+    pub nll_bundle: f64,
+    /// Mean KL(source ‖ bundle), nats a token.
+    pub mean_kl: f64,
+    /// Largest absolute logit difference.
+    pub max_logit_diff: f64,
+    /// Largest absolute NLL difference of one token.
+    pub max_nll_diff: f64,
+    /// Tolerance on |nll_bundle − nll_source| / nll_source.
+    pub tolerance: f64,
+    /// Whether it passed.
+    pub passed: bool,
+}
+
+impl Manifest {
+    /// Reads and validates a manifest (known version, sorted lists, paths that stay inside the bundle).
+    ///
+    /// # Errors
+    /// `Io`, `Invalid`.
+    pub fn load(path: &Path) -> Result<Self> {
+        todo!("{}", path.display())
+    }
+
+    /// Writes it as pretty JSON with a final newline, atomically.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        todo!("{}", path.display())
+    }
+}
