@@ -87,9 +87,7 @@ impl FormatError {
 
     /// The remedy, if one is known: a line of its own, never part of the message.
     pub fn hint(&self) -> Option<String> {
-        use std::io::ErrorKind::{
-            NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
-        };
+        use std::io::ErrorKind::{NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         let hint = match self {
             Self::Io { source, .. } => match source.kind() {
                 StorageFull | QuotaExceeded => "free some space, or write to another disk; nothing was left behind",

@@ -7,6 +7,8 @@
 pub mod atomic;
 pub mod bundle;
 pub mod hash;
+pub mod json;
+mod layers;
 pub mod manifest;
 pub mod monitor;
 pub mod tensor_file;

@@ -1,16 +1,23 @@
 //! `wush/manifest.json`: what was made from what. Every list is sorted; no time stamp, no path of a machine, so the
 //! same input gives the same bytes.
 
-use std::path::Path;
+use std::path::{Component, Path};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::atomic::write_file;
+use crate::bundle::{MANIFEST, WUSH_DIR};
 use crate::hash::Sha;
-use crate::Result;
+use crate::json::{read_bounded, shown};
+use crate::{FormatError, Result};
 
 /// Version of the manifest's layout.
 pub const MANIFEST_VERSION: u32 = 1;
+/// Longest manifest, in bytes: some hundred times that of a model with 100 layers of 8 heads.
+pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+/// What messages call the file.
+const KIND: &str = "manifest";
 
 /// The manifest of a bundle.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -201,16 +208,88 @@ impl Manifest {
     /// Reads and validates a manifest (known version, sorted lists, paths that stay inside the bundle).
     ///
     /// # Errors
-    /// `Io`, `Invalid`.
+    /// `Io`, `Invalid`, `Version`.
     pub fn load(path: &Path) -> Result<Self> {
-        todo!("{}", path.display())
+        Self::parse(path, &read_bounded(path, KIND, MAX_MANIFEST_BYTES)?)
+    }
+
+    /// The same on text that is in memory already; `path` is what messages call it.
+    ///
+    /// # Errors
+    /// `Invalid`, `Version`.
+    pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        let invalid = |e: serde_json::Error| FormatError::invalid(path, KIND, e.to_string());
+        // The version first: another version's fields are not this one's errors.
+        let Versioned { format_version } = serde_json::from_slice(json).map_err(invalid)?;
+        if format_version != MANIFEST_VERSION {
+            let found = format_version.to_string();
+            return Err(FormatError::Version { path: path.to_owned(), kind: KIND, found, expected: MANIFEST_VERSION });
+        }
+        let manifest: Self = serde_json::from_slice(json).map_err(invalid)?;
+        manifest.check().map_err(|detail| FormatError::invalid(path, KIND, detail))?;
+        Ok(manifest)
     }
 
     /// Writes it as pretty JSON with a final newline, atomically.
     ///
     /// # Errors
-    /// `Io`.
+    /// `Io`, `Busy`; `Invalid` for a manifest that `load` would refuse (an unsorted list, a number that is not finite).
     pub fn save(&self, path: &Path) -> Result<()> {
-        todo!("{}", path.display())
+        let mut json = serde_json::to_vec_pretty(self).map_err(|e| FormatError::invalid(path, KIND, e.to_string()))?;
+        json.push(b'\n');
+        // Also finds NaN and infinities: JSON has none, they become null.
+        Self::parse(path, &json)?;
+        write_file(path, &json)
     }
+
+    fn check(&self) -> Result<(), String> {
+        check_files("source.files", &self.source.files)?;
+        check_files("files", &self.files)?;
+        let own = format!("{WUSH_DIR}/{MANIFEST}");
+        if self.files.iter().any(|file| file.path == own) {
+            return Err(format!("files: lists {own} itself"));
+        }
+        let ids: Vec<_> = self.layers.iter().map(|layer| layer.layer).collect();
+        if let Some(pair) = ids.windows(2).find(|pair| pair[0] >= pair[1]) {
+            return Err(format!("layers: expected rising layer ids, found {} before {}", pair[0], pair[1]));
+        }
+        match self.layers.iter().find(|layer| layer.key.len() != layer.value.len() || layer.key.is_empty()) {
+            Some(layer) => Err(format!(
+                "layer {}: expected as many value heads as key heads and at least one, found {} and {}",
+                layer.layer,
+                layer.value.len(),
+                layer.key.len()
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The one key that every version has.
+#[derive(Deserialize)]
+struct Versioned {
+    format_version: u32,
+}
+
+fn check_files(list: &str, files: &[FileEntry]) -> Result<(), String> {
+    if let Some(file) = files.iter().find(|file| !is_inside(&file.path)) {
+        return Err(format!("{list}: {} is not a relative path that stays inside", shown(&file.path)));
+    }
+    match files.windows(2).find(|pair| pair[0].path >= pair[1].path) {
+        Some(pair) => Err(format!(
+            "{list}: expected paths sorted and unique, found {} before {}",
+            shown(&pair[0].path),
+            shown(&pair[1].path)
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Whether `path` is relative, has only plain components, forward slashes and no control characters: joined to a
+/// directory, it names something below it on every system.
+pub fn is_inside(path: &str) -> bool {
+    let plain = |part: &str| !matches!(part, "" | "." | "..");
+    path.split('/').all(plain)
+        && !path.contains(|c: char| c == '\\' || c.is_control())
+        && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }

@@ -5,7 +5,18 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::hash::Sha;
-use crate::Result;
+use crate::layers::{
+    check_finite, check_format, check_same_heads, format_metadata, head_shape, layer_ids, parse_meta, tensor_name,
+};
+use crate::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use crate::{FormatError, Result};
+
+/// Version of the transforms file's layout.
+pub const TRANSFORMS_VERSION: u32 = 1;
+/// `format` in its metadata.
+const FORMAT: &str = "wush-transforms";
+/// What a layer has.
+const ROLES: [&str; 2] = ["key", "value"];
 
 /// Square matrices, one a head: `[n_heads, dim, dim]`, row-major f64.
 #[derive(Debug, Clone, PartialEq)]
@@ -53,6 +64,8 @@ pub struct Transforms {
     pub model_hash: Sha,
     /// Name in the transform registry: "wush", "identity", "hadamard", "random".
     pub transform: String,
+    /// Preset that chose the method: "default" or "paper".
+    pub preset: String,
     /// Damping γ.
     pub damping: f64,
     /// Seed of the random baseline.
@@ -69,16 +82,95 @@ impl Transforms {
     /// Reads and checks a transforms file: shapes, finiteness, format version.
     ///
     /// # Errors
-    /// `Io`, `Invalid`, `MissingTensor`, `WrongTensor`.
+    /// `Io`, `Invalid`, `Version`, `MissingTensor`, `WrongTensor`.
     pub fn load(path: &Path) -> Result<Self> {
-        todo!("{}", path.display())
+        Self::from_file(&TensorFile::open(path)?)
+    }
+
+    /// The same on an open file.
+    ///
+    /// # Errors
+    /// `Invalid`, `Version`, `MissingTensor`, `WrongTensor`.
+    pub fn from_file(file: &TensorFile) -> Result<Self> {
+        check_format(file, FORMAT, TRANSFORMS_VERSION)?;
+        let mut layers = BTreeMap::new();
+        for layer in layer_ids(file, FORMAT, &ROLES)? {
+            let transforms = LayerTransforms { key: read(file, layer, "key")?, value: read(file, layer, "value")? };
+            check_same_heads(file.path(), layer, transforms.key.n_heads, transforms.value.n_heads)?;
+            layers.insert(layer, transforms);
+        }
+        Ok(Self {
+            layers,
+            model_hash: parse_meta(file, FORMAT, "model_hash")?,
+            transform: file.meta("transform")?.to_owned(),
+            preset: file.meta("preset")?.to_owned(),
+            damping: parse_meta(file, FORMAT, "damping")?,
+            seed: parse_meta(file, FORMAT, "seed")?,
+            stats_hash: optional(file, "stats_hash", |key| parse_meta(file, FORMAT, key))?,
+            calibration: optional(file, "calibration", |key| json_meta(file, key))?,
+            report: json_meta(file, "report")?,
+        })
     }
 
     /// Writes it, atomically and with the same bytes for the same content.
     ///
     /// # Errors
-    /// `Io`.
+    /// `Io`, `Busy`; `Invalid` for a number that is not finite, `WrongTensor` for data that is not `[n_heads, dim, dim]`:
+    /// what `load` would refuse is not written.
     pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
-        todo!("{}", path.display())
+        let mut tensors = BTreeMap::new();
+        for (&layer, transforms) in &self.layers {
+            check_same_heads(path, layer, transforms.key.n_heads, transforms.value.n_heads)?;
+            for (role, matrices) in [("key", &transforms.key), ("value", &transforms.value)] {
+                let name = tensor_name(layer, role);
+                check_finite(path, &name, matrices.dim, matrices.data.iter().copied())?;
+                tensors.insert(name, NewTensor::f64(&[matrices.n_heads, matrices.dim, matrices.dim], &matrices.data));
+            }
+        }
+        write_tensor_file(path, &tensors, &self.metadata(path)?)
     }
+
+    fn metadata(&self, path: &Path) -> Result<BTreeMap<String, String>> {
+        let mut metadata = format_metadata(FORMAT, TRANSFORMS_VERSION);
+        let mut put = |key: &str, value: String| metadata.insert(key.to_owned(), value);
+        put("model_hash", self.model_hash.to_string());
+        put("transform", self.transform.clone());
+        put("preset", self.preset.clone());
+        // `{}` of a float is the shortest text that reads back to the same bits.
+        put("damping", self.damping.to_string());
+        put("seed", self.seed.to_string());
+        put("report", to_json(path, &self.report)?);
+        if let Some(hash) = &self.stats_hash {
+            put("stats_hash", hash.to_string());
+        }
+        if let Some(calibration) = &self.calibration {
+            put("calibration", to_json(path, calibration)?);
+        }
+        Ok(metadata)
+    }
+}
+
+fn read(file: &TensorFile, layer: usize, role: &str) -> Result<HeadMatrices> {
+    let name = tensor_name(layer, role);
+    let [n_heads, dim] = head_shape(file, &name)?;
+    let data = file.f64(&name, &[n_heads, dim, dim])?;
+    check_finite(file.path(), &name, dim, data.iter().copied())?;
+    Ok(HeadMatrices { n_heads, dim, data })
+}
+
+fn optional<T>(file: &TensorFile, key: &str, read: impl FnOnce(&str) -> Result<T>) -> Result<Option<T>> {
+    file.metadata().contains_key(key).then(|| read(key)).transpose()
+}
+
+fn json_meta<T: serde::de::DeserializeOwned>(file: &TensorFile, key: &str) -> Result<T> {
+    serde_json::from_str(file.meta(key)?)
+        .map_err(|e| FormatError::invalid(file.path(), FORMAT, format!("metadata entry {key}: {e}")))
+}
+
+/// JSON that reads back: JSON has no NaN, and `serde_json` would write it as null.
+fn to_json<T: serde::Serialize + serde::de::DeserializeOwned>(path: &Path, value: &T) -> Result<String> {
+    let invalid = |e: serde_json::Error| FormatError::invalid(path, FORMAT, format!("a number is not finite: {e}"));
+    let text = serde_json::to_string(value).map_err(invalid)?;
+    serde_json::from_str::<T>(&text).map_err(invalid)?;
+    Ok(text)
 }
