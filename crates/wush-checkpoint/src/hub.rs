@@ -13,79 +13,23 @@
 mod cache;
 mod client;
 mod ids;
+mod options;
 mod problem;
 mod transfer;
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobMatcher};
 use wush_format::monitor::Monitor;
 
-use crate::Result;
+use crate::{CheckpointError, Result};
 use cache::RepoCache;
 use client::{Hub, RemoteFile};
-use ids::{Kind, RepoId};
-use problem::Problem;
+use ids::RepoId;
 
-/// Where the hub is and how it is used. [`HubOptions::default`] reads the environment as Python's client does.
-#[derive(Clone)]
-pub struct HubOptions {
-    /// Base URL; `None` is `https://huggingface.co`. Default: `HF_ENDPOINT`.
-    pub endpoint: Option<String>,
-    /// Access token. Default: `HF_TOKEN`, else the file at `HF_TOKEN_PATH`, else `HF_HOME/token`.
-    pub token: Option<String>,
-    /// Cache directory; `None` is `~/.cache/huggingface/hub`. Default: `HF_HUB_CACHE`, else `HF_HOME/hub`.
-    pub cache_dir: Option<PathBuf>,
-    /// Use the cache only. Default: `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) is 1, on, yes or true.
-    pub offline: bool,
-}
-
-impl fmt::Debug for HubOptions {
-    /// The token is a secret: only whether there is one is shown.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HubOptions")
-            .field("endpoint", &self.endpoint)
-            .field("token", &self.token.as_ref().map(|_| "…"))
-            .field("cache_dir", &self.cache_dir)
-            .field("offline", &self.offline)
-            .finish()
-    }
-}
-
-impl Default for HubOptions {
-    fn default() -> Self {
-        Self::from_variables(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
-    }
-}
-
-impl HubOptions {
-    fn from_variables(get: impl Fn(&str) -> Option<String>) -> Self {
-        let under_home = |name: &str| get("HOME").map(|home| Path::new(&home).join(name));
-        let hf_home = get("HF_HOME")
-            .map(PathBuf::from)
-            .or_else(|| get("XDG_CACHE_HOME").map(|dir| Path::new(&dir).join("huggingface")))
-            .or_else(|| under_home(".cache/huggingface"));
-        let cache_dir = get("HF_HUB_CACHE")
-            .or_else(|| get("HUGGINGFACE_HUB_CACHE"))
-            .map(PathBuf::from)
-            .or_else(|| hf_home.as_ref().map(|home| home.join("hub")));
-        let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| hf_home.map(|home| home.join("token")));
-        let stored = || token_file.and_then(|path| std::fs::read_to_string(path).ok());
-        let token = get("HF_TOKEN").or_else(stored).map(|token| token.trim().to_owned());
-        let offline = get("HF_HUB_OFFLINE").or_else(|| get("TRANSFORMERS_OFFLINE"));
-        Self {
-            endpoint: get("HF_ENDPOINT"),
-            token: token.filter(|token| !token.is_empty()),
-            cache_dir,
-            offline: offline.is_some_and(|value| is_true(&value)),
-        }
-    }
-}
-
-fn is_true(value: &str) -> bool {
-    ["1", "on", "yes", "true"].iter().any(|word| value.eq_ignore_ascii_case(word))
-}
+pub use ids::HubKind;
+pub use options::HubOptions;
+pub use problem::HubProblem;
 
 /// A model's directory on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -100,29 +44,32 @@ pub struct ResolvedModel {
 
 /// Finds `arg` as an existing directory, else as a hub id `org/name[@revision]`, whose files are then in the cache.
 ///
-/// When the hub cannot be reached and the cache holds the revision, the cached files are used and `monitor` is told.
-/// An interrupted download is resumed by the next call.
+/// When the hub cannot be reached and the cache holds the whole revision, that is used and `monitor` is told. An
+/// interrupted download is resumed by the next call.
 ///
 /// # Errors
-/// `Hub` when `arg` is neither, the repository, the revision or the weights are not there, access is refused, the hub
-/// cannot be reached, a transfer breaks off again and again, or offline mode finds nothing cached; `Format` when the cache cannot be
-/// written; `Interrupted`.
+/// `Hub` when `arg` is neither, when the repository, the revision or the weights are not there, access is refused, the
+/// hub cannot be reached, a transfer breaks off again and again, or offline mode finds too little in the cache;
+/// `Format` when the cache cannot be written; `Interrupted`.
 pub fn resolve_model(arg: &str, options: &HubOptions, monitor: &dyn Monitor) -> Result<ResolvedModel> {
     let local = Path::new(arg);
     if local.is_dir() {
         return Ok(ResolvedModel { dir: local.to_owned(), id: directory_name(local), revision: None });
     }
-    let (id, revision) = ids::parse(arg, Kind::Model)?;
-    let commit = if options.offline {
-        cached_commit(&id, &revision, options, Problem::Offline)?
-    } else {
-        match fetch_model(&id, &revision, options, monitor) {
-            Ok(commit) => commit,
-            Err(error) => fall_back(&id, &revision, options, error, monitor)?,
+    let (id, revision) = RepoId::parse(HubKind::Model, arg)?;
+    let cache = RepoCache::new(options, &id);
+    let commit = match fetch_unless_offline(options, || fetch_model(&id, &revision, options, monitor)) {
+        Ok(commit) => commit,
+        Err(error) => {
+            let commit = cached_instead(&cache, &id, &revision, error)?;
+            if let Some(missing) = cache.missing_of_model(&commit) {
+                return Err(id.error(HubProblem::NotCached { revision, missing: Some(missing) }));
+            }
+            note_cached(&id, &commit, options, monitor);
+            commit
         }
     };
-    let dir = RepoCache::new(options, &id)?.snapshot_dir(&commit);
-    Ok(ResolvedModel { dir, id: id.to_string(), revision: Some(commit) })
+    Ok(ResolvedModel { dir: cache.snapshot_dir(&commit), id: id.to_string(), revision: Some(commit) })
 }
 
 fn directory_name(dir: &Path) -> String {
@@ -137,33 +84,137 @@ fn fetch_model(id: &RepoId, revision: &str, options: &HubOptions, monitor: &dyn 
     let listing = hub.list(&commit, "", monitor)?;
     let files = ids::needed_model_files(&listing);
     if !files.iter().any(|file| ids::is_weights(&file.path)) {
-        return Err(Problem::NoWeights { instead: ids::foreign_weights(&listing) }.of(id));
+        return Err(id.error(HubProblem::NoWeights { instead: ids::foreign_weights(&listing) }));
     }
-    hub.download_all(&commit, &files, monitor)?;
+    hub.download(&commit, &files, monitor)?;
     hub.cache().write_ref(revision, &commit)?;
     Ok(commit)
 }
 
-/// The commit that the cache holds for `revision`, or `problem` with this repository's name.
-fn cached_commit(id: &RepoId, revision: &str, options: &HubOptions, problem: Problem) -> Result<String> {
-    RepoCache::new(options, id)?.cached_commit(revision)?.ok_or_else(|| problem.of(id))
+/// Runs `fetch`, unless offline mode is on: then the answer is that of a hub which is not there.
+fn fetch_unless_offline<T>(
+    options: &HubOptions,
+    fetch: impl FnOnce() -> Result<T>,
+) -> Result<T, Option<CheckpointError>> {
+    if options.offline { Err(None) } else { fetch().map_err(Some) }
 }
 
-/// Uses the cache in place of a hub that does not answer; every other error stands.
-fn fall_back(
+/// The cached commit of `revision`, in place of a hub that is switched off (`None`) or does not answer. Every other
+/// error stands.
+fn cached_instead(cache: &RepoCache, id: &RepoId, revision: &str, error: Option<CheckpointError>) -> Result<String> {
+    let unreachable =
+        |e: &CheckpointError| matches!(e, CheckpointError::Hub { problem: HubProblem::Unreachable { .. }, .. });
+    match (cache.cached_commit(revision)?, error) {
+        (Some(commit), None) => Ok(commit),
+        (Some(commit), Some(error)) if unreachable(&error) => Ok(commit),
+        (_, Some(error)) => Err(error),
+        (None, None) => Err(id.error(HubProblem::NotCached { revision: revision.to_owned(), missing: None })),
+    }
+}
+
+fn note_cached(id: &RepoId, commit: &str, options: &HubOptions, monitor: &dyn Monitor) {
+    if !options.offline {
+        monitor.note(&format!("the hub does not answer; using the cached {id} at commit {commit}"));
+    }
+}
+
+/// Files of a data set that match a glob. They are downloaded one by one, as [`HubDataset::fetch`] asks for them.
+#[derive(Debug)]
+pub struct HubDataset {
+    /// Paths inside the repository, sorted.
+    pub files: Vec<String>,
+    /// The hub id `org/name`.
+    pub id: String,
+    /// The commit, 40 hex digits.
+    pub revision: String,
+    /// `None` when only the cache is used.
+    hub: Option<(Hub, Vec<RemoteFile>)>,
+    cache: RepoCache,
+}
+
+impl HubDataset {
+    /// The path of file `i` on this machine; downloaded, or resumed, unless it is cached.
+    ///
+    /// # Errors
+    /// As [`resolve_model`].
+    ///
+    /// # Panics
+    /// When `i` is not an index of [`HubDataset::files`].
+    pub fn fetch(&self, i: usize, monitor: &dyn Monitor) -> Result<PathBuf> {
+        if let Some((hub, remote)) = &self.hub {
+            hub.download(&self.revision, &[&remote[i]], monitor)?;
+        }
+        Ok(self.cache.pointer(&self.revision, &self.files[i]))
+    }
+}
+
+/// Finds the files of data set `id` (`org/name`) that match `glob` at `revision` (default `main`). `*` and `?` stay
+/// inside a directory, `**` crosses them. Offline, only cached files are seen, and `monitor` is told how many.
+///
+/// # Errors
+/// `Hub` as in [`resolve_model`], and when the glob is not valid or matches no file; `Format`; `Interrupted`.
+pub fn resolve_dataset(
+    id: &str,
+    revision: Option<&str>,
+    glob: &str,
+    options: &HubOptions,
+    monitor: &dyn Monitor,
+) -> Result<HubDataset> {
+    let (id, _) = RepoId::parse(HubKind::Dataset, id)?;
+    let revision = revision.unwrap_or(ids::DEFAULT_REVISION);
+    ids::check_revision(&id, revision)?;
+    let matcher = compile(&id, glob)?;
+    let found = match fetch_unless_offline(options, || list_dataset(&id, revision, glob, &matcher, options, monitor)) {
+        Ok(found) => found,
+        Err(error) => cached_dataset(&id, revision, &matcher, options, error, monitor)?,
+    };
+    if found.files.is_empty() {
+        return Err(id.error(HubProblem::NoMatch { glob: glob.to_owned(), revision: found.revision }));
+    }
+    Ok(found)
+}
+
+fn compile(id: &RepoId, glob: &str) -> Result<GlobMatcher> {
+    let glob = GlobBuilder::new(glob).literal_separator(true).build();
+    let glob = glob.map_err(|e| id.error(HubProblem::BadGlob { detail: e.to_string() }))?;
+    Ok(glob.compile_matcher())
+}
+
+fn list_dataset(
     id: &RepoId,
     revision: &str,
+    glob: &str,
+    matcher: &GlobMatcher,
     options: &HubOptions,
-    error: Failure,
     monitor: &dyn Monitor,
-) -> Result<String> {
-    if !problem::is_unreachable(&error) {
-        return Err(error);
-    }
-    let cache = RepoCache::new(options, id)?;
-    let Some(commit) = cache.cached_commit(revision)?.filter(|commit| cache.is_complete_model(commit)) else {
-        return Err(error);
-    };
-    monitor.note(&format!("the hub does not answer; using the cached {id} at commit {commit}"));
-    Ok(commit)
+) -> Result<HubDataset> {
+    let hub = Hub::connect(id, options)?;
+    let commit = hub.commit_of(revision, monitor)?;
+    let mut remote = hub.list(&commit, ids::fixed_directory(glob), monitor)?;
+    remote.retain(|file| matcher.is_match(&file.path));
+    hub.cache().write_ref(revision, &commit)?;
+    Ok(HubDataset {
+        files: remote.iter().map(|file| file.path.clone()).collect(),
+        id: id.to_string(),
+        revision: commit,
+        cache: RepoCache::new(options, id),
+        hub: Some((hub, remote)),
+    })
+}
+
+fn cached_dataset(
+    id: &RepoId,
+    revision: &str,
+    matcher: &GlobMatcher,
+    options: &HubOptions,
+    error: Option<CheckpointError>,
+    monitor: &dyn Monitor,
+) -> Result<HubDataset> {
+    let cache = RepoCache::new(options, id);
+    let commit = cached_instead(&cache, id, revision, error)?;
+    let mut files = cache.files(&commit)?;
+    files.retain(|path| matcher.is_match(path));
+    note_cached(id, &commit, options, monitor);
+    monitor.note(&format!("{id}: {} cached files; others of the data set are not seen offline", files.len()));
+    Ok(HubDataset { files, id: id.to_string(), revision: commit, hub: None, cache })
 }

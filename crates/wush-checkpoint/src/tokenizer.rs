@@ -19,7 +19,8 @@ use crate::{Checkpoint, CheckpointError, Result};
 /// The fast tokenizer's file.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Files of slow tokenizers, for the message when only these are there.
-const SLOW_FILES: &[&str] = &["tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"];
+const SLOW_FILES: &[&str] =
+    &["tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"];
 /// Largest tokenizer.json that is read. Vocabularies of 256 k entries take about 35 MB.
 const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
 /// Largest generation_config.json that is read. Real ones have a few hundred bytes.
@@ -74,8 +75,7 @@ impl TextTokenizer {
     /// As [`TextTokenizer::encode`].
     pub fn encode_batch(&self, texts: &[String]) -> Result<Vec<Vec<u32>>> {
         let inputs: Vec<&str> = texts.iter().map(String::as_str).collect();
-        let encodings =
-            self.inner.encode_batch_fast(inputs, false).map_err(|e| tokenizer_error(&self.path, &e))?;
+        let encodings = self.inner.encode_batch_fast(inputs, false).map_err(|e| tokenizer_error(&self.path, &e))?;
         Ok(encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect())
     }
 
