@@ -1,0 +1,90 @@
+//! Rotary position embedding (Eq. 8) and its scalings, as the reference implementation of the checkpoints does them:
+//! rotary pairs (i, i + d_rot/2), f32 inverse frequencies.
+
+/// The rotary embedding of one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeSpec {
+    /// Coordinates that turn; the rest pass through. Even, at most d.
+    pub rotary_dim: usize,
+    /// How the frequencies follow from the sequence length.
+    pub frequencies: Frequencies,
+    /// Multiplies cos and sin (YaRN's and longrope's attention factor); 1 elsewhere.
+    pub attention_factor: f32,
+}
+
+/// Inverse frequencies, `rotary_dim / 2` of them.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Frequencies {
+    /// The same at every length (default, linear, llama3, YaRN).
+    Fixed(Vec<f32>),
+    /// longrope: `short` up to `original_len` tokens, `long` beyond.
+    ByLength {
+        /// Used while the sequence is at most `original_len` long.
+        short: Vec<f32>,
+        /// Used beyond.
+        long: Vec<f32>,
+        /// `original_max_position_embeddings`.
+        original_len: usize,
+    },
+    /// Dynamic NTK: the base grows once the sequence exceeds `original_len`.
+    Dynamic {
+        /// RoPE base.
+        theta: f64,
+        /// Scaling factor.
+        factor: f64,
+        /// `max_position_embeddings` of the configuration.
+        original_len: usize,
+    },
+}
+
+/// cos and sin of one sequence, `[tokens, rotary_dim / 2]` each, row-major.
+#[derive(Debug, Clone)]
+pub struct RopeTable {
+    /// Coordinates that turn.
+    pub rotary_dim: usize,
+    /// cos(position · ω), times the attention factor.
+    pub cos: Vec<f32>,
+    /// sin(position · ω), times the attention factor.
+    pub sin: Vec<f32>,
+}
+
+impl RopeSpec {
+    /// Table for a sequence of `n_tokens` that starts at position 0.
+    pub fn table(&self, n_tokens: usize) -> RopeTable {
+        let inv_freq = self.inverse_frequencies(n_tokens);
+        let n = n_tokens * inv_freq.len();
+        let (mut cos, mut sin) = (Vec::with_capacity(n), Vec::with_capacity(n));
+        for position in 0..n_tokens {
+            for &omega in inv_freq.iter() {
+                // The angle is an f32 product, as in the reference; only the functions are taken in f64.
+                let angle = f64::from(position as f32 * omega);
+                cos.push(angle.cos() as f32 * self.attention_factor);
+                sin.push(angle.sin() as f32 * self.attention_factor);
+            }
+        }
+        RopeTable { rotary_dim: self.rotary_dim, cos, sin }
+    }
+
+    fn inverse_frequencies(&self, n_tokens: usize) -> std::borrow::Cow<'_, [f32]> {
+        match &self.frequencies {
+            Frequencies::Fixed(inv_freq) => inv_freq.into(),
+            Frequencies::ByLength { short, original_len, .. } if n_tokens <= *original_len => short.into(),
+            Frequencies::ByLength { long, .. } => long.into(),
+            Frequencies::Dynamic { theta, factor, original_len } => {
+                let (dim, len) = (self.rotary_dim as f64, *original_len as f64);
+                let n = (n_tokens as f64).max(len);
+                let base = theta * (factor * n / len - (factor - 1.0)).powf(dim / (dim - 2.0));
+                default_inverse_frequencies(base, self.rotary_dim).into()
+            }
+        }
+    }
+}
+
+/// ω_i = theta^{-2i/d} for i < d/2, rounded where the reference rounds: the exponent 2i/d, the power and its
+/// reciprocal are f32 each. (One f64 formula rounded once differs by up to 4e-7 relative when d is no power of two: an
+/// angle of 0.01 at position 32768.)
+pub fn default_inverse_frequencies(theta: f64, rotary_dim: usize) -> Vec<f32> {
+    let base = f64::from(theta as f32);
+    let power = |i: usize| base.powf(f64::from((2 * i) as f32 / rotary_dim as f32)) as f32;
+    (0..rotary_dim / 2).map(|i| 1.0 / power(i)).collect()
+}
