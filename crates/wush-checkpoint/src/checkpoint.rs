@@ -1,14 +1,29 @@
 //! A checkpoint directory: `config.json`, the shards and their index, checked against each other before anything is used.
+//!
+//! Afterwards every tensor name leads to exactly one range of one shard. Refused here is what can be seen without
+//! knowing the architecture (see `refusals.rs`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use wush_format::FormatError;
+use wush_format::bundle::{MANIFEST, WUSH_DIR};
 use wush_format::hash::Sha;
+use wush_format::json::{read_bounded, shown};
 use wush_format::manifest::FileEntry;
 use wush_format::tensor_file::{TensorFile, TensorInfo, TensorView};
 
-use crate::Result;
+use crate::files::{self, Home};
+use crate::index::{WeightMap, load_index};
+use crate::{CheckpointError, Result, refusals};
+
+const CONFIG: &str = "config.json";
+const INDEX: &str = "model.safetensors.index.json";
+/// Longest `config.json`, in bytes; real ones have some thousand.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+/// Most shards; each is an open map. The largest public checkpoints have some hundred.
+const MAX_SHARDS: usize = 10_000;
 
 /// One weight file of a checkpoint.
 #[derive(Debug)]
@@ -19,7 +34,7 @@ pub struct Shard {
     pub file: TensorFile,
 }
 
-/// An open checkpoint. Shards are memory-mapped: nothing is read before it is asked for.
+/// An open checkpoint. Shards are memory-mapped: nothing but their headers is read before it is asked for.
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -30,12 +45,30 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens and checks a checkpoint.
+    /// Opens a directory with `config.json` and either `model.safetensors.index.json` and its shards, or
+    /// `model*.safetensors`. Every entry of the index is checked against the shard, and every tensor against the index.
+    ///
+    /// # Errors
+    /// `NotACheckpoint`, `Unsupported` (adapter, quantized weights, pickle, GGUF), `Index`, `DuplicateTensor`,
+    /// `Escapes`, `Format`: each names the file, key or tensor.
     pub fn open(dir: &Path) -> Result<Self> {
-        todo!("{}", dir.display())
+        if !dir.is_dir() {
+            return Err(refusals::not_a_directory(dir));
+        }
+        let names = files::top_level(dir)?;
+        refusals::refuse_adapter(dir, &names)?;
+        let (shard_names, index) = find_shards(dir, &names)?;
+        let config = read_config(dir, &names)?;
+        refusals::refuse_quantized_config(&dir.join(CONFIG), &config)?;
+        let shards = open_shards(dir, shard_names)?;
+        let tensors = join_shards(dir, &shards)?;
+        if let Some(index) = index {
+            check_index(&dir.join(INDEX), &index, &shards, &tensors)?;
+        }
+        Ok(Self { dir: dir.to_owned(), config, shards, tensors })
     }
 
-    /// The directory.
+    /// The directory, as it was given.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -45,17 +78,23 @@ impl Checkpoint {
         &self.config
     }
 
-    /// The shards, by name.
+    /// The shards, sorted by name.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
     /// A tensor by name.
+    ///
+    /// # Errors
+    /// `MissingTensor`.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
-        todo!("{name}")
+        let Some(&shard) = self.tensors.get(name) else {
+            return Err(CheckpointError::MissingTensor { dir: self.dir.clone(), name: name.to_owned() });
+        };
+        Ok(self.shards[shard].file.tensor(name)?)
     }
 
-    /// The shard number and place of a tensor.
+    /// The number of a tensor's shard in [`Checkpoint::shards`], and its place there; none when there is no such tensor.
     pub fn locate(&self, name: &str) -> Option<(usize, &TensorInfo)> {
         let shard = *self.tensors.get(name)?;
         Some((shard, self.shards[shard].file.tensors().get(name)?))
@@ -68,21 +107,153 @@ impl Checkpoint {
 
     /// Bytes of all tensors together.
     pub fn n_weight_bytes(&self) -> u64 {
-        todo!()
+        let bytes_of = |shard: &Shard| (shard.file.bytes().len() - shard.file.header_bytes().len()) as u64;
+        self.shards.iter().map(bytes_of).sum()
     }
 
-    /// Relative paths of everything that is not a shard.
+    /// Everything that is not a shard: relative paths with forward slashes, sorted, at any depth, without the folders
+    /// `wush/`, `.git/` and `.cache/` at the top.
+    ///
+    /// # Errors
+    /// `Escapes` for a link that leads out of the directory (blobs of the same repository in the hub's cache do not),
+    /// `Unsupported` for a linked folder, a special file or a name that is not UTF-8, `Format` for what cannot be read.
     pub fn other_files(&self) -> Result<Vec<String>> {
-        todo!()
+        let mut paths = files::all_files(&self.dir)?;
+        paths.retain(|path| self.shards.binary_search_by(|shard| shard.file_name.as_str().cmp(path)).is_err());
+        Ok(paths)
     }
 
-    /// Whether the directory is a bundle of wush.
+    /// Whether the directory is a bundle of wush: it has `wush/manifest.json`.
     pub fn is_bundle(&self) -> bool {
-        todo!()
+        self.dir.join(WUSH_DIR).join(MANIFEST).is_file()
     }
 }
 
-/// The model hash.
+/// The hash that identifies a model: SHA-256 over `name NUL hex-digest LF` of every shard, sorted by name. The order of
+/// `shards` and their lengths do not matter.
 pub fn weights_hash(shards: &[FileEntry]) -> Sha {
-    todo!("{}", shards.len())
+    let lines: BTreeSet<String> = shards.iter().map(|file| format!("{}\0{}\n", file.path, file.sha256)).collect();
+    Sha::of(lines.into_iter().collect::<String>().as_bytes())
+}
+
+/// The names of the shards, sorted, and the index when there is one.
+fn find_shards(dir: &Path, names: &[String]) -> Result<(Vec<String>, Option<WeightMap>)> {
+    let on_disk: Vec<String> = names.iter().filter(|name| is_shard_name(name)).cloned().collect();
+    if !names.iter().any(|name| name == INDEX) {
+        if on_disk.is_empty() {
+            return Err(refusals::no_weights(dir, names));
+        }
+        check_series(dir, &on_disk)?;
+        return Ok((on_disk, None));
+    }
+    let path = dir.join(INDEX);
+    let index = load_index(&path)?;
+    let listed: BTreeSet<&String> = index.values().collect();
+    let refuse = |detail| Err(CheckpointError::Index { path: path.clone(), detail });
+    if let Some(missing) = listed.iter().find(|name| names.binary_search(name).is_err()) {
+        return refuse(format!("shard {} is missing from the directory", shown(missing)));
+    }
+    // Which of the two sets a loader takes is its own choice, so neither can be left unfolded.
+    if let Some(extra) = on_disk.iter().find(|name| !listed.contains(name)) {
+        return refuse(format!("{} is beside the shards, but the index does not list it", shown(extra)));
+    }
+    let listed = listed.into_iter().cloned().collect();
+    Ok((listed, Some(index)))
+}
+
+fn is_shard_name(name: &str) -> bool {
+    name.starts_with("model") && name.ends_with(".safetensors")
+}
+
+/// Without an index, names of the form `model-00002-of-00005.safetensors` say themselves what is missing.
+fn check_series(dir: &Path, names: &[String]) -> Result<()> {
+    for name in names {
+        let Some(total) = series_total(name) else { continue };
+        if total != names.len() {
+            return Err(CheckpointError::NotACheckpoint {
+                dir: dir.to_owned(),
+                detail: format!("{name} is one of {total} shards, found {}, and there is no index", names.len()),
+                hint: "download the missing shards and model.safetensors.index.json",
+            });
+        }
+    }
+    Ok(())
+}
+
+/// 5 of `model-00002-of-00005.safetensors`.
+fn series_total(name: &str) -> Option<usize> {
+    name.strip_suffix(".safetensors")?.rsplit_once("-of-")?.1.parse().ok()
+}
+
+fn read_config(dir: &Path, names: &[String]) -> Result<Value> {
+    if names.binary_search_by(|name| name.as_str().cmp(CONFIG)).is_err() {
+        return Err(CheckpointError::NotACheckpoint {
+            dir: dir.to_owned(),
+            detail: "it has no config.json".to_owned(),
+            hint: "pass the directory that holds config.json and the .safetensors files",
+        });
+    }
+    Home::new(dir)?.check_file(CONFIG)?;
+    let path = dir.join(CONFIG);
+    let invalid = |detail| FormatError::Invalid { path: path.clone(), kind: CONFIG, detail };
+    let bytes = read_bounded(&path, CONFIG, MAX_CONFIG_BYTES)?;
+    let config: Value = serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
+    if !config.is_object() {
+        return Err(invalid("expected a JSON object".to_owned()).into());
+    }
+    Ok(config)
+}
+
+fn open_shards(dir: &Path, names: Vec<String>) -> Result<Vec<Shard>> {
+    if names.len() > MAX_SHARDS {
+        return Err(CheckpointError::NotACheckpoint {
+            dir: dir.to_owned(),
+            detail: format!("{} shards, at most {MAX_SHARDS} can be open", names.len()),
+            hint: "save it again with larger shards",
+        });
+    }
+    let home = Home::new(dir)?;
+    let open = |file_name: String| {
+        home.check_file(&file_name)?;
+        let file = TensorFile::open(&dir.join(&file_name))?;
+        refusals::refuse_quantized_tensors(&file)?;
+        Ok(Shard { file_name, file })
+    };
+    names.into_iter().map(open).collect()
+}
+
+/// Tensor name to shard number.
+fn join_shards(dir: &Path, shards: &[Shard]) -> Result<BTreeMap<String, usize>> {
+    let mut tensors = BTreeMap::new();
+    for (number, shard) in shards.iter().enumerate() {
+        for name in shard.file.tensors().keys() {
+            if let Some(first) = tensors.insert(name.clone(), number) {
+                return Err(CheckpointError::DuplicateTensor {
+                    dir: dir.to_owned(),
+                    name: name.clone(),
+                    first: shards[first].file_name.clone(),
+                    second: shard.file_name.clone(),
+                });
+            }
+        }
+    }
+    Ok(tensors)
+}
+
+/// The index says of every tensor what the shards say, and the other way round.
+fn check_index(path: &Path, index: &WeightMap, shards: &[Shard], tensors: &BTreeMap<String, usize>) -> Result<()> {
+    let refuse = |detail| Err(CheckpointError::Index { path: path.to_owned(), detail });
+    for (name, listed) in index {
+        match tensors.get(name).map(|&number| &shards[number].file_name) {
+            Some(found) if found == listed => {}
+            Some(found) => return refuse(format!("tensor {}: expected in {listed}, found in {found}", shown(name))),
+            None => return refuse(format!("tensor {}: expected in {listed}, found in no shard", shown(name))),
+        }
+    }
+    match tensors.iter().find(|(name, _)| !index.contains_key(*name)) {
+        Some((name, &number)) => {
+            refuse(format!("tensor {} of {} is not listed", shown(name), shards[number].file_name))
+        }
+        None => Ok(()),
+    }
 }

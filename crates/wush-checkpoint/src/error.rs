@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use wush_format::FormatError;
 
+use crate::hub::{HubKind, HubProblem};
+
 /// Result of this crate.
 pub type Result<T, E = CheckpointError> = std::result::Result<T, E>;
 
@@ -88,15 +90,15 @@ pub enum CheckpointError {
         /// The file of a slow tokenizer that is there instead.
         slow: Option<&'static str>,
     },
-    /// The hub refused, or could not be reached.
-    #[error("{id}: {detail}")]
+    /// The hub refused, could not be reached, or does not have what was asked for.
+    #[error("{kind} {id}: {problem}")]
     Hub {
-        /// The hub id.
+        /// Model or data set.
+        kind: HubKind,
+        /// The hub id, or the argument that is none.
         id: String,
-        /// What was asked for and what was answered.
-        detail: String,
-        /// What to do instead.
-        hint: Option<String>,
+        /// What went wrong.
+        problem: HubProblem,
     },
     /// The user asked to stop.
     #[error("interrupted")]
@@ -115,7 +117,7 @@ impl CheckpointError {
             Self::Escapes { .. } => {
                 Some("a checkpoint's files must lie in its own directory; copy the file there".to_owned())
             }
-            Self::Hub { hint, .. } => hint.clone(),
+            Self::Hub { kind, id, problem } => Some(problem.hint(*kind, id)),
             Self::Tokenizer { .. } => {
                 Some("pass calibration data as token ids (a .json file of id lists) to go without a tokenizer".to_owned())
             }

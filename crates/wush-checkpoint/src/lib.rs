@@ -14,9 +14,12 @@
 
 pub mod checkpoint;
 pub mod hub;
+pub mod index;
 pub mod tokenizer;
 
 mod error;
+mod files;
+mod refusals;
 
 pub use checkpoint::{Checkpoint, Shard, weights_hash};
 pub use error::{CheckpointError, Result};

@@ -121,12 +121,22 @@ impl StagedDir {
     /// # Errors
     /// `Exists`, `Io`; the staging directory is removed then.
     pub fn commit(self) -> Result<PathBuf> {
+        let target = self.target.clone();
+        self.commit_as(&target)
+    }
+
+    /// As [`StagedDir::commit`], under another name of the same directory: for a result that must not be found under the
+    /// planned one.
+    ///
+    /// # Errors
+    /// `Exists`, `Io`; the staging directory is removed then.
+    pub fn commit_as(self, target: &Path) -> Result<PathBuf> {
         sync_tree(self.temporary.path())?;
-        rename_new(self.temporary.path(), &self.target)?;
+        rename_new(self.temporary.path(), target)?;
         self.temporary.keep();
         drop(self.lock);
-        sync_dir(&parent(&self.target))?;
-        Ok(self.target)
+        sync_dir(&parent(target))?;
+        Ok(target.to_owned())
     }
 }
 

@@ -104,7 +104,7 @@ impl Transforms {
             model_hash: parse_meta(file, FORMAT, "model_hash")?,
             transform: file.meta("transform")?.to_owned(),
             preset: file.meta("preset")?.to_owned(),
-            damping: parse_meta(file, FORMAT, "damping")?,
+            damping: check_damping(file.path(), parse_meta(file, FORMAT, "damping")?)?,
             seed: parse_meta(file, FORMAT, "seed")?,
             stats_hash: optional(file, "stats_hash", |key| parse_meta(file, FORMAT, key))?,
             calibration: optional(file, "calibration", |key| json_meta(file, key))?,
@@ -137,7 +137,7 @@ impl Transforms {
         put("transform", self.transform.clone());
         put("preset", self.preset.clone());
         // `{}` of a float is the shortest text that reads back to the same bits.
-        put("damping", self.damping.to_string());
+        put("damping", check_damping(path, self.damping)?.to_string());
         put("seed", self.seed.to_string());
         put("report", to_json(path, &self.report)?);
         if let Some(hash) = &self.stats_hash {
@@ -148,6 +148,13 @@ impl Transforms {
         }
         Ok(metadata)
     }
+}
+
+fn check_damping(path: &Path, damping: f64) -> Result<f64> {
+    if damping.is_finite() && damping >= 0.0 {
+        return Ok(damping);
+    }
+    Err(FormatError::invalid(path, FORMAT, format!("damping {damping}, expected a finite number of at least 0")))
 }
 
 fn read(file: &TensorFile, layer: usize, role: &str) -> Result<HeadMatrices> {
