@@ -1,0 +1,181 @@
+//! Checkpoint and transforms to a bundle: fold, sidecars, equivalence check, model card, manifest, in a staging directory that
+//! is renamed once it is whole.
+
+use std::path::Path;
+
+use wush_checkpoint::Checkpoint;
+use wush_fold::FoldOutcome;
+use wush_format::atomic::{StagedDir, write_file};
+use wush_format::bundle::{
+    CARD, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
+};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::{Basis, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Source, Status};
+use wush_format::transforms::{HeadMatrices, Transforms};
+use wush_model::arch;
+use wush_model::cpu::Cpu;
+
+use crate::card;
+use crate::error::InStage;
+use crate::model::{HeadShape, Model};
+use crate::plan::FoldPlan;
+use crate::report::{ConvertReport, ModelInfo, Verdict, WrittenDir};
+use crate::request::Environment;
+use crate::solve::solve_record;
+use crate::verify::{Check, Side, verify};
+use crate::{PipelineError, Result};
+
+/// What [`Basis::kind`] says of a bundle.
+const FOLDED_VALUES: &str = "folded-values";
+
+/// Builds the bundle of `plan` from `transforms` and puts it in place: under the planned name when the equivalence check
+/// passed or was skipped, else under that name with `.failed`.
+///
+/// # Errors
+/// `Mismatch` when the transforms belong to another model; whatever folding or the forward passes refuse; `Io`;
+/// `Interrupted`. Nothing is left behind then.
+pub(crate) fn build(plan: &FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
+    let model = &plan.model;
+    require_key_shapes(model, transforms)?;
+    let staged = StagedDir::create(&plan.out.path)?;
+    let folded = wush_fold::fold(&model.checkpoint, &model.spec, transforms, staged.path(), plan.dtype, env.monitor)
+        .in_stage("fold")?;
+    let sidecar = write_sidecars(staged.path(), transforms, folded.folded_hash).in_stage("fold")?;
+    let equivalence = check_equivalence(plan, staged.path(), &sidecar, env).in_stage("verify")?;
+    let manifest = write_manifest(plan, transforms, folded, equivalence, staged.path()).in_stage("emit")?;
+    let target = match manifest.status {
+        Status::Complete => plan.out.path.clone(),
+        Status::Failed => plan.out.failed(),
+    };
+    let out = WrittenDir::measure(staged.path(), &target)?;
+    staged.commit_as(&target)?;
+    Ok(report(plan, manifest, out))
+}
+
+/// Folding checks the value transforms; the key transforms, which it does not read, are checked here.
+fn require_key_shapes(model: &Model, transforms: &Transforms) -> Result<()> {
+    for (&layer, transforms) in transforms.layers.range(..model.spec.layers.len()) {
+        let HeadShape { n_kv_heads, head_dim } = model.head_shape(layer);
+        let expected = [n_kv_heads, head_dim, head_dim];
+        let found = [transforms.key.n_heads, transforms.key.dim, transforms.key.dim];
+        if found != expected {
+            return Err(PipelineError::KeyShape { layer, expected, found });
+        }
+    }
+    Ok(())
+}
+
+/// The key sidecar, which is also returned, and the value sidecar.
+fn write_sidecars(dir: &Path, transforms: &Transforms, model_hash: Sha) -> Result<KeySidecar> {
+    let wush = dir.join(WUSH_DIR);
+    std::fs::create_dir(&wush).map_err(|e| wush_format::FormatError::io(&wush, "create", e))?;
+    let mut keys = KeySidecar { layers: Default::default(), model_hash };
+    let mut values = ValueSidecar { layers: Default::default(), model_hash };
+    for (&layer, transforms) in &transforms.layers {
+        keys.layers.insert(layer, key_layer(layer, &transforms.key)?);
+        let HeadMatrices { n_heads, dim, data } = &transforms.value;
+        let value = data.iter().map(|&x| x as f32).collect();
+        values.layers.insert(layer, ValueLayer { n_kv_heads: *n_heads, head_dim: *dim, value });
+    }
+    keys.save(&wush.join(KEY_TRANSFORMS))?;
+    values.save(&wush.join(VALUE_TRANSFORMS))?;
+    Ok(keys)
+}
+
+/// T_K and T_K^{-T} of one layer, each rounded once from f64.
+fn key_layer(layer: usize, keys: &HeadMatrices) -> Result<KeyLayer> {
+    let dim = keys.dim;
+    let limit = wush_fold::condition_limit(dim);
+    let mut query = Vec::with_capacity(keys.data.len());
+    for head in 0..keys.n_heads {
+        let inverse = wush_fold::invert(keys.head(head), dim);
+        let condition = inverse.condition;
+        // In this form a NaN fails, too.
+        if !(condition <= limit) {
+            return Err(PipelineError::SingularKey { layer, head, condition, limit });
+        }
+        query.extend((0..dim * dim).map(|at| inverse.matrix[(at % dim) * dim + at / dim] as f32));
+    }
+    let key = keys.data.iter().map(|&x| x as f32).collect();
+    Ok(KeyLayer { n_kv_heads: keys.n_heads, head_dim: dim, key, query })
+}
+
+/// Opens the staged bundle as any reader would, and runs it beside the source.
+fn check_equivalence(
+    plan: &FoldPlan,
+    dir: &Path,
+    sidecar: &KeySidecar,
+    env: &Environment<'_>,
+) -> Result<Option<Equivalence>> {
+    let Some(check) = &plan.verify else { return Ok(None) };
+    let bundle = Checkpoint::open(dir)?;
+    let spec = arch::resolve(&bundle, plan.model.rope_scaling.as_ref())?;
+    let source = Side { checkpoint: &plan.model.checkpoint, spec: &plan.model.spec };
+    let bundle = Side { checkpoint: &bundle, spec: &spec };
+    let check = Check { sequences: &check.sequences, tolerance: check.tolerance };
+    verify(&Cpu, source, bundle, sidecar, &check, env.monitor).map(Some)
+}
+
+/// The model card, then the manifest, which lists every other file.
+fn write_manifest(
+    plan: &FoldPlan,
+    transforms: &Transforms,
+    folded: FoldOutcome,
+    equivalence: Option<Equivalence>,
+    dir: &Path,
+) -> Result<Manifest> {
+    let passed = equivalence.as_ref().is_none_or(|equivalence| equivalence.passed);
+    let mut manifest = Manifest {
+        format_version: MANIFEST_VERSION,
+        tool: crate::TOOL.to_owned(),
+        status: if passed { Status::Complete } else { Status::Failed },
+        source: Source {
+            id: plan.model.id.clone(),
+            revision: plan.model.revision.clone(),
+            family: plan.model.spec.family.to_owned(),
+            model_hash: folded.model_hash,
+            files: sorted(folded.source_files),
+        },
+        basis: Basis { kind: FOLDED_VALUES.to_owned(), model_hash: folded.folded_hash },
+        solve: solve_record(transforms),
+        calibration: transforms.calibration.clone(),
+        layers: transforms.report.clone(),
+        fold: FoldReport {
+            dtype: plan.dtype.name().to_owned(),
+            max_rel_error: folded.report.max_rel_error,
+            worst_layer: folded.report.worst_layer,
+        },
+        equivalence,
+        files: folded.files,
+    };
+    let wush = dir.join(WUSH_DIR);
+    write_file(&wush.join(CARD), card::render(&manifest).as_bytes())?;
+    for name in [CARD, KEY_TRANSFORMS, VALUE_TRANSFORMS] {
+        let (sha256, n_bytes) = hash_file(&wush.join(name))?;
+        manifest.files.push(FileEntry { path: format!("{WUSH_DIR}/{name}"), n_bytes, sha256 });
+    }
+    manifest.files = sorted(manifest.files);
+    manifest.save(&wush.join(MANIFEST))?;
+    Ok(manifest)
+}
+
+fn sorted(mut files: Vec<FileEntry>) -> Vec<FileEntry> {
+    files.sort_by(|a, b| a.path.cmp(&b.path));
+    files
+}
+
+fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport {
+    ConvertReport {
+        verdict: if manifest.status == Status::Complete { Verdict::Ok } else { Verdict::Failed },
+        model: ModelInfo::new(&plan.model, manifest.source.model_hash),
+        device: plan.model.device.name().to_owned(),
+        calibration: manifest.calibration,
+        solve: manifest.solve,
+        layers: manifest.layers,
+        fold: manifest.fold,
+        equivalence: manifest.equivalence,
+        out,
+        memory: plan.memory,
+        seconds: 0.0,
+    }
+}

@@ -1,0 +1,172 @@
+//! Token sequences to statistics: Algorithm 1's forward pass, a group of sequences at a time, saved as it goes.
+//!
+//! Sums are added in sequence order within each layer and one group ends before the next begins, so the grouping, a kill
+//! between groups and the number of threads leave no trace in the bytes.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use wush_format::manifest::Calibration;
+use wush_format::monitor::Monitor;
+use wush_model::cpu::Cpu;
+use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
+use wush_stats::{Accumulator, Statistics, StatsInfo};
+
+use crate::error::InStage;
+use crate::model::Model;
+use crate::plan::{CalibratePlan, CalibrationPlan, n_tokens, tokens_hash};
+use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
+use crate::request::{CalibrateRequest, Environment};
+use crate::{PipelineError, Result};
+
+/// A save is worth while once the work since the last one took this many times as long as a save does: saving then costs
+/// at most a twentieth of the time, and a killed run loses seconds and the group that it was in.
+const WORK_PER_SAVE: u32 = 20;
+
+/// How to go on after a stop.
+const RESUME: &str = "run the same command again with --resume to continue";
+
+/// `wush calibrate`: checkpoint and text to a statistics file.
+///
+/// # Errors
+/// Whatever cannot be read or would be overwritten; `Interrupted`, with the sums so far kept beside the output.
+pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<CalibrateReport> {
+    let plan = CalibratePlan::new(request, env)?;
+    plan.announce(env.monitor);
+    let clock = Instant::now();
+    let partial = plan.out.partial();
+    let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor).in_stage("calibrate")?;
+    let written = done.statistics.save(&plan.out.path)?;
+    remove_partial(&partial)?;
+    Ok(CalibrateReport {
+        model: ModelInfo::new(&plan.model, done.statistics.info.model_hash),
+        calibration: calibration_of(&done.statistics.info),
+        shard: plan.shard,
+        resumed_sequences: done.resumed_sequences as u64,
+        memory: plan.memory,
+        out: WrittenFile::new(&plan.out.path, written),
+        seconds: clock.elapsed().as_secs_f64(),
+    })
+}
+
+/// Statistics over all sequences of a plan.
+pub(crate) struct Accumulated {
+    /// The sums.
+    pub(crate) statistics: Statistics,
+    /// Sequences that an interrupted run had done.
+    pub(crate) resumed_sequences: usize,
+}
+
+/// Runs the forward pass over every sequence that the partial file, if any, does not hold yet.
+///
+/// # Errors
+/// `OtherPlan` when the partial file is another run's; NaN or infinity, naming the layer; `Interrupted`.
+pub(crate) fn accumulate(
+    model: &Model,
+    plan: &CalibrationPlan,
+    partial: &Path,
+    monitor: &dyn Monitor,
+) -> Result<Accumulated> {
+    let mut statistics = begin(model, plan, partial)?;
+    let resumed_sequences = statistics.info.sequence_hashes.len();
+    if resumed_sequences > 0 {
+        monitor.note(&format!("resume     {resumed_sequences} of {} sequences are done", plan.sequences.len()));
+    }
+    let left = &plan.sequences[resumed_sequences..];
+    monitor.begin("calibrate", "tokens", n_tokens(left));
+    let mut saver = Saver::new(partial);
+    let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
+    for group in groups(left, GROUP_TOKENS) {
+        let sequences = &left[group.clone()];
+        let mut accumulator = Accumulator::new(&mut statistics, sequences);
+        decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_resume(e.into()))?;
+        accumulator.finish()?;
+        if group.end < left.len() {
+            saver.save_if_due(&statistics)?;
+        }
+    }
+    monitor.end();
+    Ok(Accumulated { statistics, resumed_sequences })
+}
+
+/// The statistics to go on from: those of the partial file, else empty ones with the part that needs no text.
+fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statistics> {
+    if partial.symlink_metadata().is_ok() {
+        let statistics = Statistics::load(partial)?;
+        if !is_prefix(&statistics.info, plan) {
+            return Err(PipelineError::OtherPlan { path: partial.to_owned() });
+        }
+        return Ok(statistics);
+    }
+    let info = StatsInfo { positions: 0, max_seq_len: 0, sequence_hashes: Vec::new(), ..plan.info.clone() };
+    let mut statistics = Statistics::new(&model.spec, info);
+    wush_stats::output_gram(&model.checkpoint, &model.spec, &mut statistics)?;
+    Ok(statistics)
+}
+
+/// Whether `found` describes the first sequences of `plan`, with the same settings.
+fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
+    let done = found.sequence_hashes.len();
+    let Some(hashes) = plan.info.sequence_hashes.get(..done) else { return false };
+    let sequences = &plan.sequences[..done];
+    let expected = StatsInfo {
+        positions: n_tokens(sequences),
+        max_seq_len: sequences.iter().map(|ids| ids.len() as u64).max().unwrap_or(0),
+        sequence_hashes: hashes.to_vec(),
+        ..plan.info.clone()
+    };
+    *found == expected
+}
+
+/// Saves partial sums often enough, and not more.
+struct Saver<'a> {
+    path: &'a Path,
+    last: Instant,
+    cost: Duration,
+}
+
+impl<'a> Saver<'a> {
+    fn new(path: &'a Path) -> Self {
+        Self { path, last: Instant::now(), cost: Duration::ZERO }
+    }
+
+    fn save_if_due(&mut self, statistics: &Statistics) -> Result<()> {
+        if self.last.elapsed() < self.cost.saturating_mul(WORK_PER_SAVE) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        statistics.save(self.path)?;
+        self.last = Instant::now();
+        self.cost = self.last - start;
+        Ok(())
+    }
+}
+
+/// Removes the sums of a run that is done.
+pub(crate) fn remove_partial(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(wush_format::FormatError::io(path, "remove", e).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// An interruption here leaves work that can be continued.
+pub(crate) fn with_resume(error: PipelineError) -> PipelineError {
+    if error.is_interruption() { PipelineError::Interrupted { resume: Some(RESUME.to_owned()) } } else { error }
+}
+
+/// What statistics are over, as the manifest states it.
+pub(crate) fn calibration_of(info: &StatsInfo) -> Calibration {
+    Calibration {
+        source: info.source.clone(),
+        tokens_hash: tokens_hash(&info.sequence_hashes),
+        sequences: info.sequence_hashes.len() as u64,
+        tokens: info.positions,
+        max_seq_len: info.max_seq_len,
+        rope_scaling: info.rope_scaling.clone(),
+        device: info.device.clone(),
+        compute: info.compute.clone(),
+    }
+}

@@ -1,0 +1,127 @@
+//! The model card of a bundle, made from its manifest alone: the same manifest gives the same bytes.
+
+use std::fmt::Write;
+
+use wush_format::manifest::{Equivalence, HeadReport, Manifest, Status};
+
+/// `wush/README.md`.
+pub fn render(manifest: &Manifest) -> String {
+    let mut card = String::new();
+    // Writing into a String cannot fail.
+    let _ = write_card(&mut card, manifest);
+    card
+}
+
+fn write_card(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
+    let source = &manifest.source;
+    let revision = source.revision.as_ref().map(|r| format!(" at revision `{r}`")).unwrap_or_default();
+    writeln!(card, "# {} with folded value transforms\n", source.id)?;
+    if manifest.status == Status::Failed {
+        writeln!(card, "**The equivalence check failed: this is kept for a look, not for use.**\n")?;
+    }
+    writeln!(
+        card,
+        "Made by {} from `{}`{revision} (weights hash `{}`). The directory above is that checkpoint, file for file; only the \
+         value and output projections of its attention layers (and value biases) differ. They hold the same function in \
+         coordinates in which the value cache quantizes well, so any server that ignores this folder computes what the \
+         original does, up to rounding.\n",
+        manifest.tool, source.id, source.model_hash
+    )?;
+    write_serving(card)?;
+    write_basis(card, manifest)?;
+    write_numbers(card, manifest)?;
+    writeln!(card, "`manifest.json` lists every input and output with its SHA-256; `wush inspect` checks them.")
+}
+
+fn write_serving(card: &mut String) -> std::fmt::Result {
+    card.write_str(
+        "## Serving\n\n\
+         - **Any server, nothing to do:** load the directory as usual. Values are cached in transformed coordinates; a \
+         quantized value cache gains from it.\n\
+         - **A server that also quantizes keys** applies two matrices a KV head, after RoPE and before the cache write: \
+         `layers.{i}.key` to each new key and `layers.{i}.query` to each query, from `key_transforms.safetensors` \
+         (f32, `[n_kv_heads, d, d]`, row-major, `y = T x`). Query head `n` uses KV head `n / (n_heads / n_kv_heads)`. \
+         Apply both or neither.\n\
+         - `value_transforms.safetensors` is for audit and for `wush unfold`; a server does not need it.\n\n",
+    )
+}
+
+fn write_basis(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
+    writeln!(
+        card,
+        "## Basis\n\n\
+         The weights live in the basis `{}` of `{}`. **Adapters (LoRA) made for the original do not fit it and give wrong \
+         text without an error**: merge them into the original first and convert the result. Merging or averaging these weights \
+         with others is wrong in the same way.\n",
+        manifest.basis.kind, manifest.basis.model_hash
+    )
+}
+
+fn write_numbers(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
+    let solve = &manifest.solve;
+    card.write_str("## Numbers\n\n| | |\n|---|---|\n")?;
+    writeln!(card, "| transform | {}, preset {}, damping {} |", solve.transform, solve.preset, solve.damping)?;
+    match &manifest.calibration {
+        Some(calibration) => {
+            writeln!(
+                card,
+                "| calibration | {}: {} sequences, {} tokens |",
+                calibration.source, calibration.sequences, calibration.tokens
+            )?;
+            writeln!(card, "| longest calibrated position | {} |", calibration.max_seq_len)?;
+            if let Some(scaling) = &calibration.rope_scaling {
+                writeln!(card, "| RoPE scaling asked for | {scaling} |")?;
+            }
+        }
+        None => card.write_str("| calibration | none: this transform needs no statistics |\n")?,
+    }
+    let gains = |role: fn(&wush_format::manifest::LayerReport) -> &Vec<HeadReport>| {
+        geometric_mean(manifest.layers.iter().flat_map(role).map(|head| head.predicted_gain))
+    };
+    for (name, gain) in [("keys", gains(|layer| &layer.key)), ("values", gains(|layer| &layer.value))] {
+        if let Some(gain) = gain {
+            writeln!(card, "| predicted gain over orthogonal transforms, {name} (geometric mean) | {gain:.2} x |")?;
+        }
+    }
+    writeln!(card, "| folded tensors | {} |", manifest.fold.dtype)?;
+    writeln!(card, "| largest relative fold error | {:.1e} |", manifest.fold.max_rel_error)?;
+    match &manifest.equivalence {
+        Some(equivalence) => write_equivalence(card, equivalence)?,
+        None => card.write_str("| equivalence check | skipped |\n")?,
+    }
+    card.write_str(
+        "\nThe predicted gain is the factor by which rounding loss shrinks at equal bits against the identity, a Hadamard \
+         and any other orthogonal transform. Beyond the longest calibrated position the statistics say nothing.\n\n",
+    )
+}
+
+fn write_equivalence(card: &mut String, equivalence: &Equivalence) -> std::fmt::Result {
+    let Equivalence { tokens, nll_source, nll_bundle, mean_kl, max_nll_diff, tolerance, .. } = equivalence;
+    writeln!(card, "| mean NLL of the original, {tokens} tokens | {nll_source:.6} |")?;
+    writeln!(card, "| mean NLL of this bundle, key transforms applied | {nll_bundle:.6} |")?;
+    writeln!(card, "| mean KL divergence | {mean_kl:.2e} |")?;
+    writeln!(card, "| largest NLL difference of a token | {max_nll_diff:.2e} |")?;
+    writeln!(card, "| tolerance on the mean NLL, relative | {tolerance:.2e} |")
+}
+
+/// Of positive numbers; none of none.
+pub fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (mut sum, mut n) = (0.0, 0usize);
+    for value in values {
+        sum += value.ln();
+        n += 1;
+    }
+    (n > 0).then(|| (sum / n as f64).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn geometric_means() {
+        assert_eq!(geometric_mean([].into_iter()), None);
+        let mean = geometric_mean([1.0, 4.0].into_iter()).expect("two values");
+        assert!((mean - 2.0).abs() <= 1e-15);
+    }
+}

@@ -1,0 +1,81 @@
+//! The tour: the bundled model is converted and audited against itself, without a network.
+
+use std::path::{Path, PathBuf};
+
+use wush_data::CalibSource;
+use wush_fold::FoldDtype;
+use wush_format::FormatError;
+use wush_format::atomic::{StagedDir, write_file};
+
+use crate::plan::{DEFAULT_DAMPING, DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
+use crate::report::DemoReport;
+use crate::request::{
+    CalibrationRequest, ConvertRequest, DemoRequest, DeviceChoice, Environment, InspectRequest, ModelRequest, Preset,
+    SolveSettings, VerifySettings,
+};
+use crate::{Result, convert, inspect};
+
+/// The model inside the demo's directory.
+const MODEL: &str = "demo-model";
+/// The bundle inside the demo's directory.
+const BUNDLE: &str = "demo-model-wush";
+/// The calibration text among the model's files.
+const TEXT: &str = "calibration.txt";
+/// Calibration of the tour: as long as the model's own study used, and done within a minute on two cores.
+const SEQUENCES: usize = 32;
+/// Tokens a sequence.
+const SEQ_LEN: usize = 1024;
+
+/// `wush demo`: unpacks the model, converts it and inspects the bundle. The directory appears once all of it is there.
+///
+/// # Errors
+/// `Exists` when the directory is there already; `Io`; `Interrupted`.
+pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> {
+    let staged = StagedDir::create(&request.out)?;
+    let model = staged.path().join(MODEL);
+    unpack(request.files, &model)?;
+    let bundle = staged.path().join(BUNDLE);
+    let mut convert = convert(&convert_request(&model, bundle.clone())?, env)?;
+    let audit = InspectRequest { path: PathBuf::from(&convert.out.path), base: Some(model.display().to_string()) };
+    let mut inspect = inspect(&audit, env)?;
+    let shown = |staged_path: &str| match Path::new(staged_path).strip_prefix(staged.path()) {
+        Ok(inner) => request.out.join(inner).display().to_string(),
+        Err(_) => staged_path.to_owned(),
+    };
+    convert.out.path = shown(&convert.out.path);
+    inspect.path = shown(&inspect.path);
+    inspect.base = inspect.base.as_deref().map(shown);
+    staged.commit()?;
+    Ok(DemoReport { convert, inspect })
+}
+
+fn unpack(files: &[(&str, &[u8])], dir: &Path) -> Result<()> {
+    std::fs::create_dir(dir).map_err(|e| FormatError::io(dir, "create", e))?;
+    Ok(files.iter().try_for_each(|(name, bytes)| write_file(&dir.join(name), bytes))?)
+}
+
+fn convert_request(model: &Path, out: PathBuf) -> Result<ConvertRequest> {
+    Ok(ConvertRequest {
+        model: ModelRequest {
+            model: model.display().to_string(),
+            device: DeviceChoice::Auto,
+            rope_scaling: None,
+        },
+        calibration: CalibrationRequest {
+            source: model.join(TEXT).display().to_string().parse::<CalibSource>()?,
+            text_field: DEFAULT_TEXT_FIELD.to_owned(),
+            sequences: Some(SEQUENCES),
+            seq_len: Some(SEQ_LEN),
+        },
+        settings: SolveSettings {
+            transform: DEFAULT_TRANSFORM.to_owned(),
+            preset: Preset::Default,
+            damping: DEFAULT_DAMPING,
+            seed: 0,
+        },
+        dtype: FoldDtype::Keep,
+        verify: VerifySettings { sequences: DEFAULT_VERIFY_SEQUENCES, tolerance: None },
+        resume: false,
+        out,
+    })
+}

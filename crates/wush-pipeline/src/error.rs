@@ -1,0 +1,217 @@
+//! The one error type of this crate: a room's own error, or what only the order of the stages can see. Every message
+//! says what failed and where; the remedy is [`PipelineError::hint`], a separate line.
+
+use std::path::PathBuf;
+
+use wush_checkpoint::CheckpointError;
+use wush_data::DataError;
+use wush_fold::FoldError;
+use wush_format::FormatError;
+use wush_inspect::InspectError;
+use wush_model::ModelError;
+use wush_stats::StatsError;
+use wush_transform::TransformError;
+
+/// Result of this crate.
+pub type Result<T, E = PipelineError> = std::result::Result<T, E>;
+
+/// Why a stage did not finish.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PipelineError {
+    /// A file of wush.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// The checkpoint, the hub or the tokenizer.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The calibration text.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The forward pass.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The statistics.
+    #[error(transparent)]
+    Stats(#[from] StatsError),
+    /// Folding.
+    #[error(transparent)]
+    Fold(#[from] FoldError),
+    /// The audit.
+    #[error(transparent)]
+    Inspect(#[from] InspectError),
+    /// The solver, with the head that it failed on.
+    #[error("layer {layer}, KV head {head}, {role} transform: {source}")]
+    Solve {
+        /// Global layer id.
+        layer: usize,
+        /// KV head.
+        head: usize,
+        /// "key" or "value".
+        role: &'static str,
+        /// The solver's own error.
+        source: TransformError,
+    },
+    /// An option's value cannot be used.
+    #[error("{option}: expected {expected}, found {found}")]
+    Option {
+        /// The option as it is typed, "--damping".
+        option: &'static str,
+        /// What it must be.
+        expected: String,
+        /// What it was.
+        found: String,
+    },
+    /// The backend asked for is not in this build.
+    #[error("--device {device}: this build has no CUDA backend")]
+    NoCuda {
+        /// As asked for.
+        device: String,
+    },
+    /// An output that would be overwritten.
+    #[error("{path}: exists already")]
+    OutputExists {
+        /// The output.
+        path: PathBuf,
+    },
+    /// An output inside the checkpoint that is read.
+    #[error("{path}: the output lies inside the source directory {source_dir}")]
+    OutputInsideSource {
+        /// The output.
+        path: PathBuf,
+        /// The checkpoint.
+        source_dir: PathBuf,
+    },
+    /// Work of an interrupted run that `--resume` was not asked to continue.
+    #[error("{path}: holds the work of an interrupted run")]
+    UnfinishedWork {
+        /// The partial file or work directory.
+        path: PathBuf,
+    },
+    /// Work of an interrupted run that was planned differently.
+    #[error("{path}: was begun with another model, other sequences or other settings than this run's")]
+    OtherPlan {
+        /// The partial file.
+        path: PathBuf,
+    },
+    /// A bundle where an unconverted checkpoint is needed.
+    #[error("{path}: is a bundle already: its values are in transformed coordinates")]
+    AlreadyFolded {
+        /// The bundle.
+        path: PathBuf,
+    },
+    /// A checkpoint where a bundle is needed.
+    #[error("{path}: is not a bundle: it has no wush/manifest.json")]
+    NotABundle {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A transform that this build does not have.
+    #[error("transform {name} is unknown; known are {known}")]
+    UnknownTransform {
+        /// As asked for.
+        name: String,
+        /// The registry's names.
+        known: String,
+    },
+    /// Key transforms of another size than the model's heads.
+    #[error("layer {layer}: key transforms: expected shape {expected:?}, found {found:?}")]
+    KeyShape {
+        /// Global layer id.
+        layer: usize,
+        /// `[n_kv_heads, head_dim, head_dim]` of the model.
+        expected: [usize; 3],
+        /// The transforms' own.
+        found: [usize; 3],
+    },
+    /// A key transform that cannot be inverted in f64 well enough to be used.
+    #[error(
+        "layer {layer}, KV head {head}: the key transform cannot be inverted: condition number {condition:.3e}, \
+         at most {limit:.3e} can be used"
+    )]
+    SingularKey {
+        /// Global layer id.
+        layer: usize,
+        /// KV head.
+        head: usize,
+        /// 1-norm condition number; infinite when a pivot is zero.
+        condition: f64,
+        /// [`wush_fold::condition_limit`] of the head dimension.
+        limit: f64,
+    },
+    /// The user asked to stop.
+    #[error("interrupted")]
+    Interrupted {
+        /// How to go on, where there is work that can be continued.
+        resume: Option<String>,
+    },
+    /// The stage in which one of the above happened.
+    #[error("{stage}: {source}")]
+    Stage {
+        /// The stage's name.
+        stage: &'static str,
+        /// What happened.
+        source: Box<PipelineError>,
+    },
+}
+
+impl PipelineError {
+    /// The remedy, where one is known: one line, without "hint:".
+    pub fn hint(&self) -> Option<String> {
+        let own = |text: &str| Some(text.to_owned());
+        match self {
+            Self::Format(e) => e.hint(),
+            Self::Checkpoint(e) => e.hint(),
+            Self::Data(e) => e.hint(),
+            Self::Model(e) => e.hint(),
+            Self::Stats(e) => e.hint(),
+            Self::Fold(e) => e.hint(),
+            Self::Inspect(e) => e.hint(),
+            Self::Solve { source, .. } => source.hint(),
+            Self::Option { .. } => own("`wush help` and `wush COMMAND --help` list the options"),
+            Self::NoCuda { .. } => own("use --device cpu, or leave it out"),
+            Self::OutputExists { .. } => own("remove it, or choose another output path"),
+            Self::OutputInsideSource { .. } => own("choose a path outside: the source directory is copied"),
+            Self::UnfinishedWork { path } => {
+                Some(format!("add --resume to continue it, or remove {} to start over", path.display()))
+            }
+            Self::OtherPlan { path } => {
+                Some(format!("repeat the first run's options, or remove {} to start over", path.display()))
+            }
+            Self::AlreadyFolded { .. } => own("pass the original checkpoint, or get it back with `wush unfold`"),
+            Self::NotABundle { .. } => own("pass a directory that `wush convert` or `wush fold` wrote"),
+            Self::UnknownTransform { .. } => None,
+            Self::KeyShape { .. } => own("pass the checkpoint that the transforms were made from"),
+            Self::SingularKey { .. } => own("solve again with a larger --damping"),
+            Self::Interrupted { resume } => resume.clone(),
+            Self::Stage { source, .. } => source.hint(),
+        }
+    }
+
+    /// Whether this is the user's own stop and not a failure.
+    pub fn is_interruption(&self) -> bool {
+        match self {
+            Self::Interrupted { .. }
+            | Self::Checkpoint(CheckpointError::Interrupted)
+            | Self::Data(DataError::Interrupted)
+            | Self::Model(ModelError::Interrupted)
+            | Self::Stats(StatsError::Interrupted)
+            | Self::Fold(FoldError::Interrupted)
+            | Self::Inspect(InspectError::Interrupted) => true,
+            Self::Stage { source, .. } => source.is_interruption(),
+            _ => false,
+        }
+    }
+}
+
+/// Names the stage of an error.
+pub(crate) trait InStage<T> {
+    /// Wraps the error, if any, as one of stage `stage`.
+    fn in_stage(self, stage: &'static str) -> Result<T>;
+}
+
+impl<T, E: Into<PipelineError>> InStage<T> for std::result::Result<T, E> {
+    fn in_stage(self, stage: &'static str) -> Result<T> {
+        self.map_err(|e| PipelineError::Stage { stage, source: Box::new(e.into()) })
+    }
+}

@@ -1,0 +1,72 @@
+//! The order of the stages: calibrate → solve → fold → verify, each also a command of its own, with resume.
+//!
+//! Enters: a typed request and an [`request::Environment`]. Leaves: files that are whole or absent, and a report. This is
+//! the only crate that knows the order of the stages; start reading in `convert.rs`. It computes nothing itself but the
+//! comparison of two models' logits (`verify.rs`), and prints nothing.
+//!
+//! ```
+//! use wush_pipeline::request::{DeviceChoice, SolveSettings, Preset};
+//! use wush_pipeline::plan::SolvePlan;
+//!
+//! // Raw options become a validated plan, once.
+//! let settings = SolveSettings { transform: "wush".into(), preset: Preset::Default, damping: 0.01, seed: 0 };
+//! assert!(SolvePlan::new(&settings)?.kind.needs_statistics);
+//! assert!(SolvePlan::new(&SolveSettings { damping: -1.0, ..settings }).is_err());
+//! # assert!("cuda:0".parse::<DeviceChoice>().is_ok());
+//! # Ok::<(), wush_pipeline::PipelineError>(())
+//! ```
+
+pub mod card;
+pub mod memory;
+pub mod plan;
+pub mod report;
+pub mod request;
+pub mod schema;
+pub mod verify;
+
+mod bundle;
+mod calibrate;
+mod convert;
+mod demo;
+mod error;
+mod inspect;
+mod merge;
+mod model;
+mod paths;
+mod solve;
+mod unfold;
+
+pub use calibrate::calibrate;
+pub use convert::{convert, fold};
+pub use demo::demo;
+pub use error::{PipelineError, Result};
+pub use inspect::{inspect, write_html};
+pub use memory::human_bytes;
+pub use merge::merge;
+pub use model::{HeadShape, Model};
+pub use solve::solve;
+pub use unfold::unfold;
+pub use wush_format::manifest;
+pub use wush_format::monitor::Monitor;
+pub use wush_inspect as audit;
+
+/// The tool and its version, as files state it.
+pub const TOOL: &str = concat!("wush ", env!("CARGO_PKG_VERSION"));
+
+/// Sets the number of CPU threads of the process; one a core when none is given. Results do not depend on it.
+///
+/// # Errors
+/// `Option` for 0; when the pool cannot be made.
+pub fn use_threads(n_threads: Option<usize>) -> Result<()> {
+    let Some(n_threads) = n_threads else { return Ok(()) };
+    let wrong = |found: String| PipelineError::Option {
+        option: "--threads",
+        expected: "a number of threads that the system can start, at least 1".to_owned(),
+        found,
+    };
+    if n_threads == 0 {
+        return Err(wrong("0".to_owned()));
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build_global();
+    pool.map_err(|e| wrong(format!("{n_threads} ({e})")))
+}

@@ -1,0 +1,82 @@
+//! A checkpoint that has been found, opened and understood.
+
+use std::path::Path;
+
+use wush_checkpoint::{Checkpoint, resolve_model};
+use wush_format::hash::Sha;
+use wush_format::manifest::FileEntry;
+use wush_model::arch;
+use wush_model::spec::ModelSpec;
+
+use crate::request::{Device, Environment, ModelRequest};
+use crate::{PipelineError, Result};
+
+/// An open checkpoint with its specification and where it came from.
+pub struct Model {
+    /// Hub id, or the directory's own name.
+    pub id: String,
+    /// Commit, for a hub model.
+    pub revision: Option<String>,
+    /// The weights and the configuration.
+    pub checkpoint: Checkpoint,
+    /// Shapes and tensor roles.
+    pub spec: ModelSpec,
+    /// Where the forward pass runs.
+    pub device: Device,
+    /// RoPE scaling that was asked for, as typed.
+    pub rope_scaling: Option<String>,
+}
+
+/// Number of KV heads and head dimension of one attention layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadShape {
+    /// KV heads.
+    pub n_kv_heads: usize,
+    /// Head dimension d.
+    pub head_dim: usize,
+}
+
+impl Model {
+    /// Finds, opens and checks an unconverted checkpoint.
+    ///
+    /// # Errors
+    /// `NoCuda`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
+    pub fn resolve(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
+        let device = Device::pick(&request.device)?;
+        let found = resolve_model(&request.model, &env.hub, env.monitor)?;
+        let checkpoint = Checkpoint::open(&found.dir)?;
+        if checkpoint.is_bundle() {
+            return Err(PipelineError::AlreadyFolded { path: found.dir });
+        }
+        let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;
+        let rope_scaling = request.rope_scaling.as_ref().map(ToString::to_string);
+        Ok(Self { id: found.id, revision: found.revision, checkpoint, spec, device, rope_scaling })
+    }
+
+    /// Shape of the KV heads of layer `layer`.
+    pub fn head_shape(&self, layer: usize) -> HeadShape {
+        let attn = &self.spec.layers[layer].attn;
+        HeadShape { n_kv_heads: attn.n_kv_heads, head_dim: attn.head_dim }
+    }
+
+    /// Hashes every shard, in parallel: the model hash of `wush_checkpoint::weights_hash`.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn hash_weights(&self) -> Result<Sha> {
+        use rayon::prelude::*;
+        let entries: Vec<FileEntry> =
+            self.checkpoint.shards().par_iter().map(hash_shard).collect::<Result<_, PipelineError>>()?;
+        Ok(wush_checkpoint::weights_hash(&entries))
+    }
+
+    /// The checkpoint's directory.
+    pub fn dir(&self) -> &Path {
+        self.checkpoint.dir()
+    }
+}
+
+fn hash_shard(shard: &wush_checkpoint::Shard) -> Result<FileEntry> {
+    let (sha256, n_bytes) = wush_format::hash::hash_file(shard.file.path())?;
+    Ok(FileEntry { path: shard.file_name.clone(), n_bytes, sha256 })
+}

@@ -1,0 +1,220 @@
+//! What each stage reports: the stable keys of `--format json`, with schemas made from these types. Times are in seconds and the
+//! only values that differ between two runs on the same input.
+
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use wush_format::hash::Sha;
+use wush_format::manifest::{Calibration, Equivalence, FoldReport, LayerReport, Solve};
+
+use crate::Result;
+use crate::memory::MemoryPlan;
+use crate::model::Model;
+
+/// Whether all checks of a command passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// All passed.
+    Ok,
+    /// At least one did not.
+    Failed,
+}
+
+/// The model that a stage worked on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModelInfo {
+    /// Hub id, or the directory's own name.
+    pub id: String,
+    /// Commit of a hub model.
+    pub revision: Option<String>,
+    /// Family in wush's registry.
+    pub family: String,
+    /// Number of decoder layers.
+    pub n_layers: usize,
+    /// Hash over the weights.
+    pub model_hash: Sha,
+}
+
+impl ModelInfo {
+    /// Of an open model whose weights hash to `model_hash`.
+    pub(crate) fn new(model: &Model, model_hash: Sha) -> Self {
+        Self {
+            id: model.id.clone(),
+            revision: model.revision.clone(),
+            family: model.spec.family.to_owned(),
+            n_layers: model.spec.layers.len(),
+            model_hash,
+        }
+    }
+}
+
+/// A file that a stage wrote.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WrittenFile {
+    /// As given.
+    pub path: String,
+    /// Length in bytes.
+    pub n_bytes: u64,
+    /// SHA-256.
+    pub sha256: Sha,
+}
+
+impl WrittenFile {
+    /// From what a writer returns.
+    pub(crate) fn new(path: &Path, (sha256, n_bytes): (Sha, u64)) -> Self {
+        Self { path: path.display().to_string(), n_bytes, sha256 }
+    }
+}
+
+/// A directory that a stage wrote.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WrittenDir {
+    /// Where it is: as given, or with `.failed` after its name.
+    pub path: String,
+    /// Number of files.
+    pub n_files: u64,
+    /// Their lengths in bytes, summed.
+    pub n_bytes: u64,
+}
+
+impl WrittenDir {
+    /// Counts what lies in `dir` and says that it is at `path`.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub(crate) fn measure(dir: &Path, path: &Path) -> Result<Self> {
+        let (n_files, n_bytes) = measure(dir)?;
+        Ok(Self { path: path.display().to_string(), n_files, n_bytes })
+    }
+}
+
+fn measure(dir: &Path) -> Result<(u64, u64)> {
+    let io = |e| wush_format::FormatError::io(dir, "list", e);
+    let (mut n_files, mut n_bytes) = (0, 0);
+    for entry in std::fs::read_dir(dir).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        let metadata = entry.metadata().map_err(io)?;
+        let (files, bytes) = if metadata.is_dir() { measure(&entry.path())? } else { (1, metadata.len()) };
+        n_files += files;
+        n_bytes += bytes;
+    }
+    Ok((n_files, n_bytes))
+}
+
+/// `wush calibrate --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CalibrateReport {
+    /// The model.
+    pub model: ModelInfo,
+    /// What the sums are over.
+    pub calibration: Calibration,
+    /// `--shard`, as typed.
+    pub shard: Option<String>,
+    /// Sequences that an interrupted run had done already.
+    pub resumed_sequences: u64,
+    /// Estimated peak memory.
+    pub memory: MemoryPlan,
+    /// The statistics file.
+    pub out: WrittenFile,
+    /// Wall time, without loading.
+    pub seconds: f64,
+}
+
+/// `wush merge --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MergeReport {
+    /// Model id of the statistics.
+    pub model_id: String,
+    /// What the sums are over now.
+    pub calibration: Calibration,
+    /// Number of files that went in.
+    pub inputs: u64,
+    /// The statistics file.
+    pub out: WrittenFile,
+}
+
+/// `wush solve --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SolveReport {
+    /// Model id of the statistics.
+    pub model_id: String,
+    /// The transform and its constants.
+    pub solve: Solve,
+    /// What the statistics are over.
+    pub calibration: Calibration,
+    /// The solver's report, one entry a layer.
+    pub layers: Vec<LayerReport>,
+    /// The transforms file.
+    pub out: WrittenFile,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// `wush fold --format json` and `wush convert --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ConvertReport {
+    /// `failed` when the equivalence check did not pass.
+    pub verdict: Verdict,
+    /// The model.
+    pub model: ModelInfo,
+    /// Device of the forward passes.
+    pub device: String,
+    /// What the statistics are over; none for a transform solved without.
+    pub calibration: Option<Calibration>,
+    /// The transform and its constants.
+    pub solve: Solve,
+    /// The solver's report, one entry a layer.
+    pub layers: Vec<LayerReport>,
+    /// Folding: dtype and error.
+    pub fold: FoldReport,
+    /// Both checkpoints on the same text; none when it was not asked for.
+    pub equivalence: Option<Equivalence>,
+    /// The bundle.
+    pub out: WrittenDir,
+    /// Estimated peak memory.
+    pub memory: MemoryPlan,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// `wush unfold --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct UnfoldReport {
+    /// Id of the model that the bundle was made from.
+    pub source_id: String,
+    /// Hash over the source's weights.
+    pub source_hash: Sha,
+    /// Hash over the weights written: the source's up to rounding, so seldom the same.
+    pub unfolded_hash: Sha,
+    /// The checkpoint.
+    pub out: WrittenDir,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// `wush demo --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DemoReport {
+    /// The conversion.
+    pub convert: ConvertReport,
+    /// The audit against the model that it was made from.
+    pub inspect: wush_inspect::Report,
+}
+
+impl DemoReport {
+    /// Whether conversion and audit both passed.
+    pub fn passed(&self) -> bool {
+        self.convert.verdict == Verdict::Ok && self.inspect.passed()
+    }
+}

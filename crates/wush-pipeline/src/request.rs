@@ -1,0 +1,333 @@
+//! What the user asked for, typed but not yet checked against a model or the disk. `plan.rs` makes validated plans of
+//! these; nothing downstream of a plan looks at them again.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+pub use wush_checkpoint::HubOptions;
+pub use wush_data::CalibSource;
+pub use wush_fold::FoldDtype;
+use wush_format::monitor::Monitor;
+pub use wush_model::arch::RopeScaling;
+
+use crate::PipelineError;
+
+/// What every stage is given beside its request.
+pub struct Environment<'a> {
+    /// Progress and interruption.
+    pub monitor: &'a dyn Monitor,
+    /// Where models and data sets come from.
+    pub hub: HubOptions,
+}
+
+/// `--device`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The best device there is; the report says which.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device as typed: "cuda", "cuda:0", "cuda:all".
+    Cuda(String),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let ordinal = text.strip_prefix("cuda:");
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" | "cuda:all" => Ok(Self::Cuda(text.to_owned())),
+            _ if ordinal.is_some_and(|n| n.parse::<u16>().is_ok()) => Ok(Self::Cuda(text.to_owned())),
+            _ => Err("expected auto, cpu, cuda, cuda:N or cuda:all".to_owned()),
+        }
+    }
+}
+
+/// The device that a run uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU, in f32.
+    Cpu,
+}
+
+impl Device {
+    /// Picks the device of a run.
+    ///
+    /// # Errors
+    /// `NoCuda` when CUDA was asked for.
+    pub fn pick(choice: &DeviceChoice) -> Result<Self, PipelineError> {
+        match choice {
+            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Self::Cpu),
+            DeviceChoice::Cuda(device) => Err(PipelineError::NoCuda { device: device.clone() }),
+        }
+    }
+
+    /// Name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+        }
+    }
+
+    /// Arithmetic of the forward pass.
+    pub fn compute(self) -> &'static str {
+        match self {
+            Self::Cpu => "f32",
+        }
+    }
+}
+
+/// `--preset`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Preset {
+    /// What measurements favour; the paper's method until something beats it.
+    #[default]
+    Default,
+    /// The method exactly as published.
+    Paper,
+}
+
+impl Preset {
+    /// All presets, for help texts.
+    pub const ALL: [Self; 2] = [Self::Default, Self::Paper];
+
+    /// As typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Paper => "paper",
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Preset {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|p| p.name() == text).ok_or_else(|| "expected default or paper".to_owned())
+    }
+}
+
+/// `--shard K/N`: the K-th of N contiguous shares of the sequences, K from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    index: usize,
+    count: usize,
+}
+
+impl Shard {
+    /// The share's range of `n` items; the shares of one N tile `0..n` in order.
+    pub fn range(self, n: usize) -> std::ops::Range<usize> {
+        // u128: the product of two usize fits.
+        let cut = |i: usize| (i as u128 * n as u128 / self.count as u128) as usize;
+        cut(self.index - 1)..cut(self.index)
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.count)
+    }
+}
+
+impl FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
+        match parsed {
+            Some((index, count)) if 1 <= index && index <= count => Ok(Self { index, count }),
+            _ => Err("expected K/N with 1 <= K <= N, such as 2/4".to_owned()),
+        }
+    }
+}
+
+/// The model, and how to run it.
+#[derive(Debug, Clone)]
+pub struct ModelRequest {
+    /// A directory, or a hub id `org/name[@revision]`.
+    pub model: String,
+    /// `--device`.
+    pub device: DeviceChoice,
+    /// `--rope-scaling`, instead of the configuration's own.
+    pub rope_scaling: Option<RopeScaling>,
+}
+
+/// The calibration text.
+#[derive(Debug, Clone)]
+pub struct CalibrationRequest {
+    /// `--calib`.
+    pub source: CalibSource,
+    /// `--text-field`.
+    pub text_field: String,
+    /// `--sequences`; the source's kind decides when absent.
+    pub sequences: Option<usize>,
+    /// `--seq-len`, capped by the model when absent.
+    pub seq_len: Option<usize>,
+}
+
+/// The transform and its constants.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SolveSettings {
+    /// `--transform`, a name of the registry.
+    pub transform: String,
+    /// `--preset`.
+    pub preset: Preset,
+    /// `--damping`, γ of Eq. 1.
+    pub damping: f64,
+    /// `--seed` of the random baseline.
+    pub seed: u64,
+}
+
+/// The equivalence check.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct VerifySettings {
+    /// `--verify-sequences`: how many of the calibration sequences; 0 skips the check.
+    pub sequences: usize,
+    /// `--tolerance`, instead of [`crate::verify::tolerance`].
+    pub tolerance: Option<f64>,
+}
+
+/// `wush calibrate`.
+#[derive(Debug, Clone)]
+pub struct CalibrateRequest {
+    /// The model.
+    pub model: ModelRequest,
+    /// The text.
+    pub calibration: CalibrationRequest,
+    /// `--shard`.
+    pub shard: Option<Shard>,
+    /// `--resume`.
+    pub resume: bool,
+    /// `--out`, a statistics file.
+    pub out: PathBuf,
+}
+
+/// `wush merge`.
+#[derive(Debug, Clone)]
+pub struct MergeRequest {
+    /// Statistics files.
+    pub inputs: Vec<PathBuf>,
+    /// `--out`, a statistics file.
+    pub out: PathBuf,
+}
+
+/// `wush solve`.
+#[derive(Debug, Clone)]
+pub struct SolveRequest {
+    /// A statistics file.
+    pub statistics: PathBuf,
+    /// The transform.
+    pub settings: SolveSettings,
+    /// `--out`, a transforms file.
+    pub out: PathBuf,
+}
+
+/// `wush fold`.
+#[derive(Debug, Clone)]
+pub struct FoldRequest {
+    /// The model.
+    pub model: ModelRequest,
+    /// A transforms file.
+    pub transforms: PathBuf,
+    /// `--fold-dtype`.
+    pub dtype: FoldDtype,
+    /// Text for the equivalence check; none skips it.
+    pub calibration: Option<CalibrationRequest>,
+    /// The equivalence check.
+    pub verify: VerifySettings,
+    /// `--out`, a directory.
+    pub out: PathBuf,
+}
+
+/// `wush convert`.
+#[derive(Debug, Clone)]
+pub struct ConvertRequest {
+    /// The model.
+    pub model: ModelRequest,
+    /// The text.
+    pub calibration: CalibrationRequest,
+    /// The transform.
+    pub settings: SolveSettings,
+    /// `--fold-dtype`.
+    pub dtype: FoldDtype,
+    /// The equivalence check.
+    pub verify: VerifySettings,
+    /// `--resume`.
+    pub resume: bool,
+    /// `--out`, a directory.
+    pub out: PathBuf,
+}
+
+/// `wush unfold`.
+#[derive(Debug, Clone)]
+pub struct UnfoldRequest {
+    /// A bundle.
+    pub bundle: PathBuf,
+    /// `--out`, a directory.
+    pub out: PathBuf,
+}
+
+/// `wush inspect`.
+#[derive(Debug, Clone)]
+pub struct InspectRequest {
+    /// A bundle, transforms or statistics file.
+    pub path: PathBuf,
+    /// `--base`: a directory or hub id.
+    pub base: Option<String>,
+}
+
+/// `wush demo`.
+#[derive(Debug, Clone)]
+pub struct DemoRequest {
+    /// The bundled model's files: name and content.
+    pub files: &'static [(&'static str, &'static [u8])],
+    /// `--out`, a directory.
+    pub out: PathBuf,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_tile_the_sequences_in_order() {
+        for (n, count) in [(0, 1), (1, 3), (7, 3), (16, 4), (128, 7)] {
+            let mut next = 0;
+            for index in 1..=count {
+                let range = Shard { index, count }.range(n);
+                assert_eq!(range.start, next);
+                next = range.end;
+            }
+            assert_eq!(next, n);
+        }
+    }
+
+    #[test]
+    fn bad_shards_are_refused() {
+        for text in ["", "1", "0/4", "5/4", "a/b", "1/0", "-1/2", "1/2/3"] {
+            assert!(text.parse::<Shard>().is_err(), "{text}");
+        }
+        assert_eq!("2/4".parse::<Shard>().expect("valid").to_string(), "2/4");
+    }
+
+    #[test]
+    fn cuda_is_an_error_value() {
+        let choice: DeviceChoice = "cuda:1".parse().expect("a known device");
+        let error = Device::pick(&choice).expect_err("there is no CUDA here");
+        assert_eq!(error.to_string(), "--device cuda:1: this build has no CUDA backend");
+        assert!(error.hint().is_some());
+        assert_eq!(Device::pick(&DeviceChoice::Auto).expect("the CPU is always there"), Device::Cpu);
+        assert!("gpu".parse::<DeviceChoice>().is_err());
+    }
+}

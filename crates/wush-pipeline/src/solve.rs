@@ -1,0 +1,209 @@
+//! Statistics to transforms: every head of every layer, keys and values, on all threads. Each head is solved by one thread
+//! from its own statistics alone, so the bytes do not depend on how many there are.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use rayon::prelude::*;
+use wush_format::hash::Sha;
+use wush_format::manifest::{Calibration, HeadReport, LayerReport, Solve};
+use wush_format::monitor::Monitor;
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+use wush_stats::{LayerStats, Statistics};
+use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, Solution, TransformKind};
+
+use crate::calibrate::calibration_of;
+use crate::error::InStage;
+use crate::model::{HeadShape, Model};
+use crate::paths::NewFile;
+use crate::plan::SolvePlan;
+use crate::report::{SolveReport, WrittenFile};
+use crate::request::{Environment, SolveRequest};
+use crate::{PipelineError, Result};
+
+/// Eq. 4's factor: the Hessians of keys and values are twice the stored sums.
+const HESSIAN_FACTOR: f64 = 2.0;
+
+/// `wush solve`: statistics file to transforms file.
+///
+/// # Errors
+/// `OutputExists`, a file that is no statistics file, `Solve` naming layer and head, `Interrupted`.
+pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveReport> {
+    let out = NewFile::plan(&request.out)?;
+    let plan = SolvePlan::new(&request.settings)?;
+    let clock = Instant::now();
+    let statistics = Statistics::load(&request.statistics)?;
+    let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
+    let transforms = solve_statistics(&statistics, stats_hash, &plan, env.monitor).in_stage("solve")?;
+    let written = transforms.save(&out.path)?;
+    Ok(SolveReport {
+        model_id: statistics.info.model_id.clone(),
+        solve: solve_record(&transforms),
+        calibration: calibration_of(&statistics.info),
+        layers: transforms.report,
+        out: WrittenFile::new(&out.path, written),
+        seconds: clock.elapsed().as_secs_f64(),
+    })
+}
+
+/// Solves every head on its statistics.
+///
+/// # Errors
+/// `Solve` naming layer, head and role; `Interrupted`.
+pub(crate) fn solve_statistics(
+    statistics: &Statistics,
+    stats_hash: Sha,
+    plan: &SolvePlan,
+    monitor: &dyn Monitor,
+) -> Result<Transforms> {
+    let heads = statistics.layers.iter().flat_map(|(&layer, stats)| {
+        let shape = HeadShape { n_kv_heads: stats.key_gram.n_heads, head_dim: stats.key_gram.dim };
+        heads_of(layer, shape, Some(stats))
+    });
+    let (layers, report) = solve_heads(heads.collect(), plan, monitor)?;
+    Ok(Transforms {
+        layers,
+        model_hash: statistics.info.model_hash,
+        transform: plan.kind.name.to_owned(),
+        preset: plan.preset.name().to_owned(),
+        damping: plan.damping,
+        seed: plan.seed,
+        stats_hash: Some(stats_hash),
+        calibration: Some(calibration_of(&statistics.info)),
+        report,
+    })
+}
+
+/// Builds transforms that need no statistics, for a model of hash `model_hash`. There is nothing to measure them on, so the
+/// report is empty.
+///
+/// # Errors
+/// `Solve` when the transform needs statistics or does not exist at this dimension; `Interrupted`.
+pub(crate) fn solve_without_statistics(
+    model: &Model,
+    model_hash: Sha,
+    plan: &SolvePlan,
+    monitor: &dyn Monitor,
+) -> Result<Transforms> {
+    let heads = (0..model.spec.layers.len()).flat_map(|layer| heads_of(layer, model.head_shape(layer), None));
+    let (layers, _) = solve_heads(heads.collect(), plan, monitor)?;
+    Ok(Transforms {
+        layers,
+        model_hash,
+        transform: plan.kind.name.to_owned(),
+        preset: plan.preset.name().to_owned(),
+        damping: plan.damping,
+        seed: plan.seed,
+        stats_hash: None,
+        calibration: None,
+        report: Vec::new(),
+    })
+}
+
+/// How the transforms were solved, as the manifest states it.
+pub(crate) fn solve_record(transforms: &Transforms) -> Solve {
+    Solve {
+        transform: transforms.transform.clone(),
+        preset: transforms.preset.clone(),
+        damping: transforms.damping,
+        seed: transforms.seed,
+        stats_hash: transforms.stats_hash,
+    }
+}
+
+/// One transform to solve.
+#[derive(Clone, Copy)]
+struct Head<'a> {
+    layer: usize,
+    head: usize,
+    role: Role,
+    shape: HeadShape,
+    stats: Option<&'a LayerStats>,
+}
+
+/// Keys first, heads in order: the order of the files.
+fn heads_of(layer: usize, shape: HeadShape, stats: Option<&LayerStats>) -> impl Iterator<Item = Head<'_>> {
+    let roles = [Role::Key, Role::Value];
+    roles.into_iter().flat_map(move |role| (0..shape.n_kv_heads).map(move |head| Head { layer, head, role, shape, stats }))
+}
+
+type Solved = (BTreeMap<usize, LayerTransforms>, Vec<LayerReport>);
+
+fn solve_heads(heads: Vec<Head<'_>>, plan: &SolvePlan, monitor: &dyn Monitor) -> Result<Solved> {
+    monitor.begin("solve", "transforms", heads.len() as u64);
+    let solve = |head: &Head<'_>| {
+        if monitor.interrupted() {
+            return Err(PipelineError::Interrupted { resume: None });
+        }
+        let solution = solve_head(head, plan)?;
+        monitor.advance(1);
+        Ok(solution)
+    };
+    // Collected in order before the first error is taken: which head is named does not depend on the threads.
+    let solutions: Vec<Result<Solution>> = heads.par_iter().map(solve).collect();
+    monitor.end();
+    let mut solved = Solved::default();
+    for (head, solution) in heads.iter().zip(solutions) {
+        place(&mut solved, head, solution?);
+    }
+    Ok(solved)
+}
+
+fn solve_head(head: &Head<'_>, plan: &SolvePlan) -> Result<Solution> {
+    let Head { layer, head: index, role, shape, stats } = *head;
+    let (gram, mut hessian) = match (stats, role) {
+        (None, _) => (&[][..], Vec::new()),
+        (Some(stats), Role::Key) => (stats.key_gram.head(index), stats.query_gram.head(index).to_vec()),
+        (Some(stats), Role::Value) => (stats.value_gram.head(index), stats.output_gram.head(index).to_vec()),
+    };
+    hessian.iter_mut().for_each(|x| *x *= HESSIAN_FACTOR);
+    let problem = HeadProblem { gram, hessian: &hessian, dim: shape.head_dim };
+    let settings = Settings { damping: plan.damping, seed: plan.seed, layer, head: index, role };
+    let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source };
+    wush_transform::solve(plan.kind, &problem, &settings).map_err(failed)
+}
+
+fn place((layers, reports): &mut Solved, head: &Head<'_>, solution: Solution) {
+    let zeros = || HeadMatrices::zeros(head.shape.n_kv_heads, head.shape.head_dim);
+    let layer = layers.entry(head.layer).or_insert_with(|| LayerTransforms { key: zeros(), value: zeros() });
+    let matrices = match head.role {
+        Role::Key => &mut layer.key,
+        Role::Value => &mut layer.value,
+    };
+    matrices.head_mut(head.head).copy_from_slice(&solution.transform);
+    let Some(measures) = solution.info.measures else { return };
+    if reports.last().is_none_or(|report| report.layer != head.layer) {
+        reports.push(LayerReport { layer: head.layer, key: Vec::new(), value: Vec::new() });
+    }
+    let report = reports.last_mut().expect("one was pushed for this layer");
+    match head.role {
+        Role::Key => report.key.push(head_report(&measures)),
+        Role::Value => report.value.push(head_report(&measures)),
+    }
+}
+
+fn head_report(measures: &HeadMeasures) -> HeadReport {
+    HeadReport {
+        cond_gram: measures.cond_gram,
+        cond_hessian: measures.cond_hessian,
+        cond_transform: measures.cond_transform,
+        rank_gram: measures.rank_gram,
+        rank_hessian: measures.rank_hessian,
+        dead_channels: measures.dead_channels,
+        trace_product_over_bound: measures.trace_product_over_bound,
+        predicted_gain: measures.predicted_gain,
+        imbalance: measures.imbalance,
+    }
+}
+
+fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Key => "key",
+        Role::Value => "value",
+    }
+}
+
+/// The registry, for help texts and plans.
+pub(crate) fn registry() -> &'static [TransformKind] {
+    wush_transform::TRANSFORMS
+}

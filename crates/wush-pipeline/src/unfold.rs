@@ -1,0 +1,46 @@
+//! Bundle to a checkpoint in the original coordinates, up to rounding.
+
+use std::time::Instant;
+
+use wush_checkpoint::Checkpoint;
+use wush_fold::UnfoldDtype;
+use wush_format::atomic::StagedDir;
+use wush_format::bundle::{MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
+use wush_format::manifest::Manifest;
+use wush_model::arch;
+
+use crate::error::InStage;
+use crate::paths::NewDir;
+use crate::report::{UnfoldReport, WrittenDir};
+use crate::request::{Environment, UnfoldRequest};
+use crate::{PipelineError, Result};
+
+/// `wush unfold`: `W_V = T^{-1} W_V'`, `W_O = W_O' T`, from the bundle's own value sidecar.
+///
+/// # Errors
+/// `OutputExists`, `NotABundle`, a bundle whose weights are not those that its sidecar names, `Interrupted`.
+pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldReport> {
+    let out = NewDir::plan(&request.out)?;
+    let bundle = Checkpoint::open(&request.bundle)?;
+    if !bundle.is_bundle() {
+        return Err(PipelineError::NotABundle { path: request.bundle.clone() });
+    }
+    out.require_outside(bundle.dir())?;
+    let clock = Instant::now();
+    let spec = arch::resolve(&bundle, None)?;
+    let wush = request.bundle.join(WUSH_DIR);
+    let manifest = Manifest::load(&wush.join(MANIFEST))?;
+    let sidecar = ValueSidecar::load(&wush.join(VALUE_TRANSFORMS))?;
+    let staged = StagedDir::create(&out.path)?;
+    let dtype = UnfoldDtype::LikeQuery;
+    let done = wush_fold::unfold(&bundle, &spec, &sidecar, staged.path(), dtype, env.monitor).in_stage("unfold")?;
+    let written = WrittenDir::measure(staged.path(), &out.path)?;
+    staged.commit()?;
+    Ok(UnfoldReport {
+        source_id: manifest.source.id,
+        source_hash: manifest.source.model_hash,
+        unfolded_hash: done.folded_hash,
+        out: written,
+        seconds: clock.elapsed().as_secs_f64(),
+    })
+}

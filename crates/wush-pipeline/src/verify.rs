@@ -1,0 +1,239 @@
+//! The equivalence check: the source and the bundle, with its key transforms applied as a key-transforming server would,
+//! run over the same sequences.
+//!
+//! Enters: two checkpoints and token ids. Leaves: mean NLL of both, the mean KL divergence, and the worst logit and NLL
+//! difference. Logits are compared a block of positions at a time, never a whole sequence by the whole vocabulary.
+
+use std::ops::Range;
+
+use wush_checkpoint::Checkpoint;
+use wush_fold::FoldDtype;
+use wush_format::bundle::KeySidecar;
+use wush_format::manifest::Equivalence;
+use wush_format::monitor::Monitor;
+use wush_format::tensor_file::Dtype;
+use wush_model::ModelError;
+use wush_model::backend::Backend;
+use wush_model::decoder::{Decoder, log_sum_exp};
+use wush_model::spec::ModelSpec;
+
+use crate::Result;
+
+/// Positions whose logits of both models are held at once.
+const POSITIONS: usize = 64;
+
+/// Part of the tolerance that stands for the arithmetic of the two forward passes, 2^-14: f32 sums over up to a few
+/// thousand products err by some 2^-24 · √n each, the two passes sum in other bases, and their difference grows
+/// through the layers. Folds in f32 were seen to move the mean NLL by 1e-7 to 1e-6, relatively.
+const ARITHMETIC: f64 = 1.0 / 16_384.0;
+
+/// Largest accepted relative change of the mean NLL, and largest mean KL in parts of the mean NLL, for folded tensors of
+/// type `stored`.
+///
+/// Each folded element is rounded once, by at most the unit roundoff u of its type (bf16: 2^-8, f16: 2^-11,
+/// f32: 2^-24). By the rounding errors' spread the product `W_O' W_V'` is off by about 0.6 u (Frobenius norm), without a
+/// direction; a trained model's mean loss is nearly flat along such a perturbation (folds in bf16 were seen to move it by
+/// 1e-5 to 5e-4, relatively). A mean that moves by more than u/2 was not moved by rounding.
+pub fn tolerance(stored: Dtype) -> f64 {
+    let unit_roundoff = match stored {
+        Dtype::BF16 => 1.0 / 256.0,
+        Dtype::F16 => 1.0 / 2048.0,
+        _ => f64::from(f32::EPSILON) / 2.0,
+    };
+    unit_roundoff / 2.0 + ARITHMETIC
+}
+
+/// The element type that folded tensors of `spec` are stored in: the coarsest of them decides.
+pub fn folded_dtype(checkpoint: &Checkpoint, spec: &ModelSpec, dtype: FoldDtype) -> Dtype {
+    let stored = |name: &str| checkpoint.locate(name).map(|(_, info)| info.dtype);
+    match dtype {
+        FoldDtype::F32 => Dtype::F32,
+        FoldDtype::Keep => spec
+            .layers
+            .iter()
+            .flat_map(|layer| [&layer.attn.v.weight.name, &layer.attn.o.weight.name])
+            .filter_map(|name| stored(name))
+            .max_by(|&a, &b| tolerance(a).total_cmp(&tolerance(b)))
+            .unwrap_or(Dtype::F32),
+    }
+}
+
+/// One side of the comparison.
+#[derive(Clone, Copy)]
+pub struct Side<'a> {
+    /// The weights.
+    pub checkpoint: &'a Checkpoint,
+    /// Their specification.
+    pub spec: &'a ModelSpec,
+}
+
+/// Runs both checkpoints over `sequences` and compares them.
+///
+/// # Errors
+/// Whatever the forward pass refuses; `Interrupted`.
+pub fn verify<B: Backend>(
+    backend: &B,
+    source: Side<'_>,
+    bundle: Side<'_>,
+    sidecar: &KeySidecar,
+    check: &Check<'_>,
+    monitor: &dyn Monitor,
+) -> Result<Equivalence> {
+    let source_decoder = Decoder::new(source.checkpoint, source.spec, backend);
+    let bundle_decoder = Decoder::new(bundle.checkpoint, bundle.spec, backend).with_key_transforms(sidecar)?;
+    let n_tokens: usize = check.sequences.iter().map(Vec::len).sum();
+    monitor.begin("verify", "tokens", n_tokens as u64);
+    let mut sums = Sums::default();
+    for ids in check.sequences {
+        let hidden = [source_decoder.hidden(ids)?, bundle_decoder.hidden(ids)?];
+        for rows in blocks(ids.len().saturating_sub(1)) {
+            if monitor.interrupted() {
+                return Err(ModelError::Interrupted.into());
+            }
+            let ours = source_decoder.logits(&hidden[0], rows.clone())?;
+            let theirs = bundle_decoder.logits(&hidden[1], rows.clone())?;
+            monitor.advance(rows.len() as u64);
+            sums.add_block(&ours, &theirs, &ids[rows.start + 1..=rows.end], source.spec.vocab_size);
+        }
+        monitor.advance(1);
+    }
+    monitor.end();
+    Ok(sums.judge(check.tolerance))
+}
+
+/// What is compared, and how strictly.
+#[derive(Debug, Clone, Copy)]
+pub struct Check<'a> {
+    /// Token ids.
+    pub sequences: &'a [Vec<u32>],
+    /// On the relative change of the mean NLL; see [`tolerance`].
+    pub tolerance: f64,
+}
+
+fn blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..n).step_by(POSITIONS).map(move |first| first..(first + POSITIONS).min(n))
+}
+
+/// Sums over positions, f64, in order.
+#[derive(Debug, Default)]
+struct Sums {
+    tokens: u64,
+    nll_source: f64,
+    nll_bundle: f64,
+    kl: f64,
+    max_logit_diff: f64,
+    max_nll_diff: f64,
+}
+
+impl Sums {
+    /// Adds positions: `ours` and `theirs` are logits `[targets, vocab]`, `targets` the tokens that follow.
+    fn add_block(&mut self, ours: &[f32], theirs: &[f32], targets: &[u32], vocab_size: usize) {
+        let rows = ours.chunks_exact(vocab_size).zip(theirs.chunks_exact(vocab_size));
+        for ((ours, theirs), &target) in rows.zip(targets) {
+            self.add(ours, theirs, target as usize);
+        }
+    }
+
+    fn add(&mut self, ours: &[f32], theirs: &[f32], target: usize) {
+        let (log_z, log_z_bundle) = (log_sum_exp(ours), log_sum_exp(theirs));
+        let nll = log_z - f64::from(ours[target]);
+        let nll_bundle = log_z_bundle - f64::from(theirs[target]);
+        for (&p, &q) in ours.iter().zip(theirs) {
+            let (log_p, log_q) = (f64::from(p) - log_z, f64::from(q) - log_z_bundle);
+            self.kl += log_p.exp() * (log_p - log_q);
+            self.max_logit_diff = max_or_nan(self.max_logit_diff, f64::from(p - q).abs());
+        }
+        self.max_nll_diff = max_or_nan(self.max_nll_diff, (nll - nll_bundle).abs());
+        self.nll_source += nll;
+        self.nll_bundle += nll_bundle;
+        self.tokens += 1;
+    }
+
+    /// The means, and whether they pass. Written so that a NaN fails; what is not finite is stated as the largest f64,
+    /// since JSON has neither NaN nor infinity.
+    fn judge(&self, tolerance: f64) -> Equivalence {
+        let n = self.tokens.max(1) as f64;
+        let (nll_source, nll_bundle, mean_kl) = (self.nll_source / n, self.nll_bundle / n, self.kl / n);
+        let limit = tolerance * nll_source;
+        let passed = (nll_bundle - nll_source).abs() <= limit && mean_kl <= limit;
+        Equivalence {
+            tokens: self.tokens,
+            nll_source: stated(nll_source),
+            nll_bundle: stated(nll_bundle),
+            mean_kl: stated(mean_kl),
+            max_logit_diff: stated(self.max_logit_diff),
+            max_nll_diff: stated(self.max_nll_diff),
+            tolerance,
+            passed,
+        }
+    }
+}
+
+fn stated(x: f64) -> f64 {
+    if x.is_finite() { x } else { f64::MAX }
+}
+
+/// A NaN must not disappear in a maximum.
+fn max_or_nan(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sums(rows: &[([f32; 3], [f32; 3], u32)]) -> Sums {
+        let mut sums = Sums::default();
+        for (ours, theirs, target) in rows {
+            sums.add_block(ours, theirs, &[*target], 3);
+        }
+        sums
+    }
+
+    #[test]
+    fn equal_logits_agree_exactly() {
+        let logits = [0.5, -1.0, 2.0];
+        let found = sums(&[(logits, logits, 0), (logits, logits, 2)]).judge(0.0);
+        assert!(found.passed);
+        assert_eq!((found.tokens, found.mean_kl, found.max_logit_diff, found.max_nll_diff), (2, 0.0, 0.0, 0.0));
+        let expected = (0.5f64.exp() + (-1f64).exp() + 2f64.exp()).ln() - 1.25;
+        assert!((found.nll_source - expected).abs() <= 1e-14);
+    }
+
+    #[test]
+    fn a_constant_shift_of_all_logits_changes_no_probability() {
+        let found = sums(&[([0.0, 1.0, 2.0], [4.0, 5.0, 6.0], 1)]).judge(1e-12);
+        assert!(found.passed, "{found:?}");
+        assert_eq!(found.max_logit_diff, 4.0);
+    }
+
+    #[test]
+    fn other_distributions_fail_even_when_their_mean_nll_agrees() {
+        // The two tokens' NLLs swap: the means agree, the distributions do not.
+        let (a, b) = ([2.0, 0.0, 0.0], [0.0, 2.0, 0.0]);
+        let found = sums(&[(a, b, 0), (b, a, 0)]).judge(0.01);
+        assert_eq!(found.nll_source, found.nll_bundle);
+        assert!(found.mean_kl > 0.1);
+        assert!(!found.passed);
+    }
+
+    #[test]
+    fn nan_fails() {
+        let found = sums(&[([0.0, 1.0, 2.0], [f32::NAN, 1.0, 2.0], 1)]).judge(1.0);
+        assert!(!found.passed);
+        assert_eq!((found.max_logit_diff, found.nll_bundle), (f64::MAX, f64::MAX));
+    }
+
+    #[test]
+    fn coarser_types_are_given_more() {
+        assert!(tolerance(Dtype::BF16) > tolerance(Dtype::F16));
+        assert!(tolerance(Dtype::F16) > tolerance(Dtype::F32));
+        assert!(tolerance(Dtype::F32) < 1e-4);
+    }
+
+    #[test]
+    fn blocks_tile_the_positions() {
+        assert_eq!(blocks(130).collect::<Vec<_>>(), [0..64, 64..128, 128..130]);
+        assert_eq!(blocks(0).count(), 0);
+    }
+}

@@ -1,0 +1,384 @@
+//! The command line: what can be typed, and the request that it becomes. No numbers beyond the defaults that the
+//! pipeline names, and no decision: a request is checked by the pipeline's plan.
+
+use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use wush_pipeline::plan;
+use wush_pipeline::request::{
+    CalibSource, CalibrateRequest, CalibrationRequest, ConvertRequest, DeviceChoice, FoldDtype, FoldRequest,
+    InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling, Shard, SolveRequest, SolveSettings, UnfoldRequest,
+    VerifySettings,
+};
+
+/// Exit codes, as `--help` and `docs/cli.md` state them.
+pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C or SIGTERM.";
+
+/// Data-adaptive transforms that make 2-bit KV caches work.
+#[derive(Debug, Parser)]
+#[command(name = "wush", version, after_help = EXIT_CODES, max_term_width = 110)]
+pub struct Cli {
+    /// Options of every command.
+    #[command(flatten)]
+    pub global: GlobalArgs,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Options of every command.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output and resources")]
+pub struct GlobalArgs {
+    /// Form of the report on stdout
+    #[arg(long, global = true, value_enum, default_value_t = Format::Text)]
+    pub format: Format,
+    /// No progress and no notes on stderr
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// Say on stderr what each stage took
+    #[arg(long, short, global = true, conflicts_with = "quiet")]
+    pub verbose: bool,
+    /// Threads of the CPU [default: one a core]; results do not depend on it
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+/// `--format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Tables for people.
+    Text,
+    /// One JSON object; `wush schema` has its schema.
+    Json,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Checkpoint and calibration text to a bundle: calibrate, solve, fold, verify
+    Convert(ConvertArgs),
+    /// Checkpoint and calibration text to a statistics file
+    Calibrate(CalibrateArgs),
+    /// Statistics of disjoint sequences to their sum
+    Merge(MergeArgs),
+    /// Statistics to key and value transforms
+    Solve(SolveArgs),
+    /// Checkpoint and transforms to a bundle
+    Fold(FoldArgs),
+    /// Bundle to a checkpoint in the original coordinates, up to rounding
+    Unfold(UnfoldArgs),
+    /// Say what a bundle, transforms or statistics file is, and whether it can be trusted
+    Inspect(InspectArgs),
+    /// A tour on the bundled model, offline, in about a minute
+    Demo(DemoArgs),
+    /// Print the JSON Schema of a report or of the manifest
+    Schema(SchemaArgs),
+}
+
+/// The model and how to run it.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// A checkpoint's directory, or a hub id org/name[@revision]
+    #[arg(value_name = "MODEL")]
+    pub model: String,
+    /// auto, cpu, cuda, cuda:N or cuda:all
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// RoPE scaling instead of the configuration's own, such as yarn:4
+    #[arg(long, value_name = "KIND:FACTOR")]
+    pub rope_scaling: Option<RopeScaling>,
+}
+
+/// The calibration text.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Calibration text")]
+pub struct CalibrationArgs {
+    /// A .txt, .jsonl or .parquet file (.gz, .zst too) or a folder of them, a .json of token-id lists, or a hub data set
+    /// hf:org/name[@revision][:glob]
+    #[arg(long, value_name = "SOURCE", default_value = plan::DEFAULT_CALIB)]
+    pub calib: CalibSource,
+    #[command(flatten)]
+    pub cut: CutArgs,
+}
+
+/// How the calibration text is cut into sequences.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Calibration text")]
+pub struct CutArgs {
+    /// Column or key of the text
+    #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD)]
+    pub text_field: String,
+    /// Number of sequences [default: 128; all of them when the source is token-id lists]
+    #[arg(long, value_name = "N")]
+    pub sequences: Option<usize>,
+    /// Tokens a sequence [default: 32768, or the model's longest position if shorter]
+    #[arg(long, value_name = "N")]
+    pub seq_len: Option<usize>,
+}
+
+/// The transform and its constants.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Transform")]
+pub struct SolveSettingsArgs {
+    /// Which transform
+    #[arg(long, default_value = plan::DEFAULT_TRANSFORM, value_parser = PossibleValuesParser::new(plan::transform_names()))]
+    pub transform: String,
+    /// default: what measurements favour; paper: the method exactly as published. The same today
+    #[arg(long, default_value_t = Preset::Default)]
+    pub preset: Preset,
+    /// Damping γ of Eq. 1
+    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING)]
+    pub damping: f64,
+    /// Seed of the random transform
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// Folding and its check.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Folding")]
+pub struct FoldSettingsArgs {
+    /// Element type of folded tensors: the checkpoint's own, or f32
+    #[arg(long, value_enum, default_value_t = FoldDtypeArg::Keep)]
+    pub fold_dtype: FoldDtypeArg,
+    /// Calibration sequences to run through both checkpoints; 0 skips the check
+    #[arg(long, value_name = "N", default_value_t = plan::DEFAULT_VERIFY_SEQUENCES)]
+    pub verify_sequences: usize,
+    /// Largest accepted relative change of the mean NLL [default: by the folded element type]
+    #[arg(long, value_name = "REL")]
+    pub tolerance: Option<f64>,
+}
+
+/// `--fold-dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FoldDtypeArg {
+    /// As stored.
+    Keep,
+    /// 32-bit.
+    F32,
+}
+
+/// `wush convert`.
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Directory of the bundle; must not exist
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Continue an interrupted run of the same command
+    #[arg(long)]
+    resume: bool,
+    #[command(flatten)]
+    calibration: CalibrationArgs,
+    #[command(flatten)]
+    settings: SolveSettingsArgs,
+    #[command(flatten)]
+    fold: FoldSettingsArgs,
+}
+
+/// `wush calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Statistics file to write; must not exist
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Continue an interrupted run of the same command
+    #[arg(long)]
+    resume: bool,
+    /// Only the K-th of N contiguous shares of the sequences
+    #[arg(long, value_name = "K/N")]
+    shard: Option<Shard>,
+    #[command(flatten)]
+    calibration: CalibrationArgs,
+}
+
+/// `wush merge`.
+#[derive(Debug, Args)]
+pub struct MergeArgs {
+    /// Statistics files of one model, with the same settings and different sequences
+    #[arg(required = true, value_name = "STATS")]
+    inputs: Vec<PathBuf>,
+    /// Statistics file to write; must not exist
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+/// `wush solve`.
+#[derive(Debug, Args)]
+pub struct SolveArgs {
+    /// A statistics file
+    #[arg(value_name = "STATS")]
+    statistics: PathBuf,
+    /// Transforms file to write; must not exist
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    #[command(flatten)]
+    settings: SolveSettingsArgs,
+}
+
+/// `wush fold`.
+#[derive(Debug, Args)]
+pub struct FoldArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A transforms file
+    #[arg(value_name = "TRANSFORMS")]
+    transforms: PathBuf,
+    /// Directory of the bundle; must not exist
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    #[command(flatten)]
+    fold: FoldSettingsArgs,
+    /// Text for the equivalence check; without it the check is skipped
+    #[arg(long, value_name = "SOURCE", help_heading = "Calibration text")]
+    calib: Option<CalibSource>,
+    #[command(flatten)]
+    cut: CutArgs,
+}
+
+/// `wush unfold`.
+#[derive(Debug, Args)]
+pub struct UnfoldArgs {
+    /// A bundle's directory
+    #[arg(value_name = "BUNDLE")]
+    bundle: PathBuf,
+    /// Directory of the checkpoint; must not exist
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+/// `wush inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// A bundle's directory, a transforms file or a statistics file
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// The checkpoint that the bundle was made from: a directory or hub id. Proves that nothing else was changed
+    #[arg(long, value_name = "MODEL")]
+    base: Option<String>,
+    /// Also write the report as one self-contained page
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+}
+
+/// `wush demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Directory for the model, its text and the bundle; must not exist
+    #[arg(long, value_name = "DIR", default_value = "wush-demo")]
+    pub out: PathBuf,
+}
+
+/// `wush schema`.
+#[derive(Debug, Args)]
+pub struct SchemaArgs {
+    /// Which; all names are listed without it
+    #[arg(value_name = "NAME", value_parser = PossibleValuesParser::new(wush_pipeline::schema::names()))]
+    pub name: Option<String>,
+}
+
+impl ModelArgs {
+    fn request(self) -> ModelRequest {
+        ModelRequest { model: self.model, device: self.device, rope_scaling: self.rope_scaling }
+    }
+}
+
+impl CutArgs {
+    fn request(self, source: CalibSource) -> CalibrationRequest {
+        CalibrationRequest { source, text_field: self.text_field, sequences: self.sequences, seq_len: self.seq_len }
+    }
+}
+
+impl SolveSettingsArgs {
+    fn request(self) -> SolveSettings {
+        SolveSettings { transform: self.transform, preset: self.preset, damping: self.damping, seed: self.seed }
+    }
+}
+
+impl FoldSettingsArgs {
+    fn dtype(&self) -> FoldDtype {
+        match self.fold_dtype {
+            FoldDtypeArg::Keep => FoldDtype::Keep,
+            FoldDtypeArg::F32 => FoldDtype::F32,
+        }
+    }
+
+    fn verify(&self) -> VerifySettings {
+        VerifySettings { sequences: self.verify_sequences, tolerance: self.tolerance }
+    }
+}
+
+impl ConvertArgs {
+    /// The request that was typed.
+    pub fn request(self) -> ConvertRequest {
+        ConvertRequest {
+            model: self.model.request(),
+            calibration: self.calibration.cut.request(self.calibration.calib),
+            settings: self.settings.request(),
+            dtype: self.fold.dtype(),
+            verify: self.fold.verify(),
+            resume: self.resume,
+            out: self.out,
+        }
+    }
+}
+
+impl CalibrateArgs {
+    /// The request that was typed.
+    pub fn request(self) -> CalibrateRequest {
+        CalibrateRequest {
+            model: self.model.request(),
+            calibration: self.calibration.cut.request(self.calibration.calib),
+            shard: self.shard,
+            resume: self.resume,
+            out: self.out,
+        }
+    }
+}
+
+impl MergeArgs {
+    /// The request that was typed.
+    pub fn request(self) -> MergeRequest {
+        MergeRequest { inputs: self.inputs, out: self.out }
+    }
+}
+
+impl SolveArgs {
+    /// The request that was typed.
+    pub fn request(self) -> SolveRequest {
+        SolveRequest { statistics: self.statistics, settings: self.settings.request(), out: self.out }
+    }
+}
+
+impl FoldArgs {
+    /// The request that was typed.
+    pub fn request(self) -> FoldRequest {
+        FoldRequest {
+            model: self.model.request(),
+            transforms: self.transforms,
+            dtype: self.fold.dtype(),
+            verify: self.fold.verify(),
+            calibration: self.calib.map(|source| self.cut.request(source)),
+            out: self.out,
+        }
+    }
+}
+
+impl UnfoldArgs {
+    /// The request that was typed.
+    pub fn request(self) -> UnfoldRequest {
+        UnfoldRequest { bundle: self.bundle, out: self.out }
+    }
+}
+
+impl InspectArgs {
+    /// The request that was typed.
+    pub fn request(self) -> InspectRequest {
+        InspectRequest { path: self.path, base: self.base }
+    }
+}

@@ -1,0 +1,113 @@
+//! The wush program: arguments become a request, the pipeline does the work, a report goes to stdout. Knows no numbers,
+//! dtypes or tensor names; progress and errors go to stderr.
+
+mod cli;
+mod demo_model;
+mod interrupt;
+mod progress;
+mod render;
+
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use wush_pipeline::request::{DemoRequest, Environment};
+use wush_pipeline::{HubOptions, Monitor, PipelineError};
+
+use crate::cli::{Cli, Command, Format, GlobalArgs};
+use crate::progress::{Progress, Verbosity};
+use crate::render::Report;
+
+/// Exit code of a run that finished with a failed check.
+const EXIT_CHECK_FAILED: u8 = 1;
+/// Exit code of an error.
+const EXIT_ERROR: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(code) => code,
+        Err(error) => explain(&error),
+    }
+}
+
+/// Runs one command: its report on stdout, its verdict as exit code.
+fn run(cli: Cli) -> Result<ExitCode> {
+    interrupt::install().context("cannot handle Ctrl-C")?;
+    wush_pipeline::use_threads(cli.global.threads)?;
+    let progress = Progress::new(verbosity(&cli.global));
+    let env = Environment { monitor: &progress, hub: HubOptions::default() };
+    let format = cli.global.format;
+    match cli.command {
+        Command::Convert(args) => emit(&wush_pipeline::convert(&args.request(), &env)?, format),
+        Command::Calibrate(args) => emit(&wush_pipeline::calibrate(&args.request(), &env)?, format),
+        Command::Merge(args) => emit(&wush_pipeline::merge(&args.request(), &env)?, format),
+        Command::Solve(args) => emit(&wush_pipeline::solve(&args.request(), &env)?, format),
+        Command::Fold(args) => emit(&wush_pipeline::fold(&args.request(), &env)?, format),
+        Command::Unfold(args) => emit(&wush_pipeline::unfold(&args.request(), &env)?, format),
+        Command::Inspect(args) => {
+            let html = args.html.clone();
+            let report = wush_pipeline::inspect(&args.request(), &env)?;
+            if let Some(path) = html {
+                wush_pipeline::write_html(&report, &path)?;
+                progress.note(&format!("page: {}", path.display()));
+            }
+            emit(&report, format)
+        }
+        Command::Demo(args) => {
+            let request = DemoRequest { out: args.out, files: demo_model::FILES };
+            emit(&wush_pipeline::demo(&request, &env)?, format)
+        }
+        Command::Schema(args) => {
+            print(&schema_text(args.name.as_deref())?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn verbosity(args: &GlobalArgs) -> Verbosity {
+    match args {
+        GlobalArgs { quiet: true, .. } => Verbosity::Quiet,
+        GlobalArgs { verbose: true, .. } => Verbosity::Verbose,
+        _ => Verbosity::Normal,
+    }
+}
+
+/// Prints a report and turns its verdict into an exit code.
+fn emit<R: Report>(report: &R, format: Format) -> Result<ExitCode> {
+    let text = match format {
+        Format::Text => report.text(),
+        Format::Json => serde_json::to_string_pretty(report).context("report")? + "\n",
+    };
+    print(&text)?;
+    Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_CHECK_FAILED) })
+}
+
+/// One schema, or the names of all.
+fn schema_text(name: Option<&str>) -> Result<String> {
+    match name.and_then(wush_pipeline::schema::find) {
+        Some(schema) => Ok(schema.text()),
+        None => Ok(wush_pipeline::schema::names().join("\n") + "\n"),
+    }
+}
+
+/// To stdout. A reader that closed the pipe has seen enough: that is no error.
+fn print(text: &str) -> Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("stdout: cannot write the report"),
+        _ => Ok(()),
+    }
+}
+
+/// One message, one hint, and the exit code.
+fn explain(error: &anyhow::Error) -> ExitCode {
+    let pipeline = error.downcast_ref::<PipelineError>();
+    let interrupted = pipeline.is_some_and(PipelineError::is_interruption);
+    let message = if interrupted { format!("{error}") } else { format!("error: {error:#}") };
+    let hint = pipeline.and_then(PipelineError::hint).map(|hint| format!("\nhint: {hint}")).unwrap_or_default();
+    // A closed stderr leaves the exit code to speak.
+    let _ = writeln!(std::io::stderr(), "{message}{hint}");
+    ExitCode::from(if interrupted { interrupt::EXIT_INTERRUPTED } else { EXIT_ERROR })
+}

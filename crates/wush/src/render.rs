@@ -1,0 +1,258 @@
+//! Reports as text for people: a few lines, one table, and the next command to run.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use serde::Serialize;
+use wush_pipeline::card::geometric_mean;
+use wush_pipeline::human_bytes;
+use wush_pipeline::manifest::{Calibration, Equivalence, HeadReport, LayerReport, Solve};
+use wush_pipeline::report::{
+    CalibrateReport, ConvertReport, DemoReport, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
+    WrittenFile,
+};
+
+use crate::progress::human_time;
+
+/// A report that the program can print.
+pub trait Report: Serialize {
+    /// For people; ends with a newline.
+    fn text(&self) -> String;
+
+    /// Whether all checks passed.
+    fn passed(&self) -> bool {
+        true
+    }
+}
+
+impl Report for CalibrateReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &format!("{} ({}, {} layers)", self.model.id, self.model.family, self.model.n_layers));
+        text.calibration(Some(&self.calibration));
+        if let Some(shard) = &self.shard {
+            text.row("shard", shard);
+        }
+        text.row("time", &rated(self.seconds, self.calibration.tokens));
+        text.file(&self.out);
+        match &self.shard {
+            Some(_) => text.next(&format!("wush merge {} OTHERS… --out stats.safetensors", self.out.path)),
+            None => text.next(&format!("wush solve {} --out transforms.safetensors", self.out.path)),
+        }
+        text.0
+    }
+}
+
+impl Report for MergeReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &self.model_id);
+        text.row("merged", &format!("{} files", self.inputs));
+        text.calibration(Some(&self.calibration));
+        text.file(&self.out);
+        text.next(&format!("wush solve {} --out transforms.safetensors", self.out.path));
+        text.0
+    }
+}
+
+impl Report for SolveReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &self.model_id);
+        text.solve(&self.solve);
+        text.calibration(Some(&self.calibration));
+        text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
+        text.file(&self.out);
+        text.layers(&self.layers);
+        text.next(&format!("wush fold MODEL {} --out BUNDLE", self.out.path));
+        text.0
+    }
+}
+
+impl Report for ConvertReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.conversion(self);
+        text.layers(&self.layers);
+        match self.verdict {
+            Verdict::Ok => text.next(&format!("wush inspect {}", self.out.path)),
+            Verdict::Failed => text.failed(&self.out),
+        }
+        text.0
+    }
+
+    fn passed(&self) -> bool {
+        self.verdict == Verdict::Ok
+    }
+}
+
+impl Report for UnfoldReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("source", &self.source_id);
+        let same = if self.source_hash == self.unfolded_hash { "bit for bit" } else { "up to rounding" };
+        text.row("weights", &format!("the source's {same}"));
+        text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
+        text.dir(&self.out);
+        text.0
+    }
+}
+
+impl Report for wush_pipeline::audit::Report {
+    fn text(&self) -> String {
+        wush_pipeline::audit::to_text(self)
+    }
+
+    fn passed(&self) -> bool {
+        self.passed()
+    }
+}
+
+impl Report for DemoReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.heading("1. The bundled model, converted");
+        text.conversion(&self.convert);
+        text.heading("2. Predicted gains, by layer");
+        text.layers(&self.convert.layers);
+        text.heading("3. The bundle, audited against the model");
+        text.0.push_str(&wush_pipeline::audit::to_text(&self.inspect));
+        match self.passed() {
+            true => text.next(&format!("wush inspect {} --html report.html", self.convert.out.path)),
+            false => text.failed(&self.convert.out),
+        }
+        text.0
+    }
+
+    fn passed(&self) -> bool {
+        DemoReport::passed(self)
+    }
+}
+
+/// The text being written. Writing into a String cannot fail, so its results are dropped.
+#[derive(Default)]
+struct Lines(String);
+
+impl Lines {
+    fn row(&mut self, name: &str, value: &str) {
+        let _ = writeln!(self.0, "{name:<12} {value}");
+    }
+
+    fn heading(&mut self, heading: &str) {
+        let gap = if self.0.is_empty() { "" } else { "\n" };
+        let _ = writeln!(self.0, "{gap}{heading}\n{}", "-".repeat(heading.chars().count()));
+    }
+
+    fn next(&mut self, command: &str) {
+        let _ = writeln!(self.0, "\nnext: {command}");
+    }
+
+    fn failed(&mut self, out: &WrittenDir) {
+        let _ = writeln!(self.0, "\nFAILED: the bundle does not compute what its source does; kept for a look at {}", out.path);
+    }
+
+    fn file(&mut self, file: &WrittenFile) {
+        self.row("out", &format!("{} ({})", file.path, human_bytes(file.n_bytes)));
+    }
+
+    fn dir(&mut self, dir: &WrittenDir) {
+        self.row("out", &format!("{} ({} files, {})", dir.path, dir.n_files, human_bytes(dir.n_bytes)));
+    }
+
+    fn solve(&mut self, solve: &Solve) {
+        self.row("transform", &format!("{}, preset {}, damping {}", solve.transform, solve.preset, solve.damping));
+    }
+
+    fn calibration(&mut self, calibration: Option<&Calibration>) {
+        let Some(calibration) = calibration else {
+            self.row("calibration", "none: this transform needs no statistics");
+            return;
+        };
+        let Calibration { source, sequences, tokens, max_seq_len, device, compute, .. } = calibration;
+        self.row(
+            "calibration",
+            &format!("{source}: {sequences} sequences, {tokens} tokens, up to position {max_seq_len}, on {device} in {compute}"),
+        );
+        if let Some(scaling) = &calibration.rope_scaling {
+            self.row("RoPE scaling", scaling);
+        }
+    }
+
+    fn conversion(&mut self, report: &ConvertReport) {
+        let model = &report.model;
+        self.row("model", &format!("{} ({}, {} layers), on {}", model.id, model.family, model.n_layers, report.device));
+        self.calibration(report.calibration.as_ref());
+        self.solve(&report.solve);
+        let fold = &report.fold;
+        let worst = format!("largest relative error {:.1e} in layer {}", fold.max_rel_error, fold.worst_layer);
+        self.row("fold", &format!("dtype {}, {worst}", fold.dtype));
+        self.equivalence(report.equivalence.as_ref());
+        self.row("time", &human_time(Duration::from_secs_f64(report.seconds)));
+        self.dir(&report.out);
+    }
+
+    fn equivalence(&mut self, equivalence: Option<&Equivalence>) {
+        let Some(equivalence) = equivalence else {
+            self.row("equivalence", "not checked: no sequences were given to run");
+            return;
+        };
+        let Equivalence { tokens, nll_source, nll_bundle, mean_kl, tolerance, passed, .. } = equivalence;
+        let change = (nll_bundle - nll_source) / nll_source * 100.0;
+        let verdict = if *passed { "ok" } else { "FAILED" };
+        self.row(
+            "equivalence",
+            &format!(
+                "{verdict}: mean NLL {nll_source:.5} before, {nll_bundle:.5} after ({change:+.4} %, tolerance {:.2} %), \
+                 {tokens} tokens",
+                tolerance * 100.0
+            ),
+        );
+        let (logit, nll) = (equivalence.max_logit_diff, equivalence.max_nll_diff);
+        self.row("", &format!("mean KL {mean_kl:.1e}, largest difference of a logit {logit:.1e}, of a token's NLL {nll:.1e}"));
+    }
+
+    /// Predicted gain and conditioning by layer; heads are summed up by their geometric mean and their worst.
+    fn layers(&mut self, layers: &[LayerReport]) {
+        if layers.is_empty() {
+            return;
+        }
+        let _ = writeln!(self.0, "\n         predicted gain        worst cond(T)        lowest rank");
+        let _ = writeln!(self.0, "layer       key    value       key     value       key   value");
+        for layer in layers {
+            let [key, value] = [&layer.key, &layer.value].map(|heads| HeadSummary::of(heads));
+            let _ = writeln!(
+                self.0,
+                "{:>5} {:>8.2}x {:>7.2}x {:>9.1e} {:>9.1e} {:>9} {:>7}",
+                layer.layer, key.gain, value.gain, key.cond, value.cond, key.rank, value.rank
+            );
+        }
+        let all = |role: fn(&LayerReport) -> &Vec<HeadReport>| gain(layers.iter().flat_map(role));
+        let (key, value) = (all(|layer| &layer.key), all(|layer| &layer.value));
+        let _ = writeln!(self.0, "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean; against any orthogonal transform at equal bits)", "all");
+    }
+}
+
+/// The heads of one layer and role.
+struct HeadSummary {
+    gain: f64,
+    cond: f64,
+    rank: usize,
+}
+
+impl HeadSummary {
+    fn of(heads: &[HeadReport]) -> Self {
+        Self {
+            gain: gain(heads.iter()),
+            cond: heads.iter().map(|head| head.cond_transform).fold(0.0, f64::max),
+            rank: heads.iter().map(|head| head.rank_gram.min(head.rank_hessian)).min().unwrap_or(0),
+        }
+    }
+}
+
+fn gain<'a>(heads: impl Iterator<Item = &'a HeadReport>) -> f64 {
+    geometric_mean(heads.map(|head| head.predicted_gain)).unwrap_or(1.0)
+}
+
+fn rated(seconds: f64, n_tokens: u64) -> String {
+    format!("{}, {:.0} tokens/s", human_time(Duration::from_secs_f64(seconds)), n_tokens as f64 / seconds.max(1e-9))
+}
