@@ -1,4 +1,4 @@
-//! T^{-1} of a value transform, in f64, with the condition number that decides whether it may be used.
+//! T^{-1} of a transform, in f64, with the condition number that decides whether it may be used.
 
 use faer::linalg::lu::partial_pivoting::{factor, inverse};
 use faer::dyn_stack::{MemBuffer, MemStack};
@@ -17,16 +17,16 @@ pub fn condition_limit(head_dim: usize) -> f64 {
 
 /// T^{-1} and what is known about it.
 #[derive(Debug, Clone)]
-pub(crate) struct Inverse {
+pub struct Inverse {
     /// Row-major `[dim, dim]`.
-    pub(crate) matrix: Vec<f64>,
+    pub matrix: Vec<f64>,
     /// ‖T‖₁ ‖T^{-1}‖₁; infinite when a pivot is zero.
-    pub(crate) condition: f64,
+    pub condition: f64,
 }
 
 /// Inverts a row-major `[dim, dim]` matrix by LU with partial pivoting. A singular one gives an infinite condition and a
 /// meaningless matrix: the caller compares with [`condition_limit`] (in a form that NaN fails).
-pub(crate) fn invert(transform: &[f64], dim: usize) -> Inverse {
+pub fn invert(transform: &[f64], dim: usize) -> Inverse {
     let mut factors = view(transform, dim, dim).to_owned();
     let (mut forward, mut backward) = (vec![0_usize; dim], vec![0_usize; dim]);
     let mut memory = MemBuffer::new(

@@ -32,5 +32,5 @@ mod write;
 
 pub use error::{FoldError, Result};
 pub use fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, unfold};
-pub use invert::condition_limit;
+pub use invert::{Inverse, condition_limit, invert};
 pub use report::{FoldReport, HeadError};
