@@ -1,0 +1,214 @@
+//! The statistics file: safetensors of f64 sums, `layers.{i}.{key_gram, query_gram, value_gram, output_gram}`
+//! `[n_kv, d, d]` and `layers.{i}.key_sum` `[n_kv, d]`, and [`StatsInfo`] as JSON in the metadata. Read as hostile input:
+//! whatever no calibration could have produced is refused.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use wush_format::FormatError;
+use wush_format::hash::Sha;
+use wush_format::json::shown;
+use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use wush_format::transforms::HeadMatrices;
+
+use crate::statistics::{LayerStats, Statistics, StatsInfo};
+use crate::{Result, StatsError};
+
+/// The metadata entry `format` of a statistics file.
+pub const FORMAT: &str = "wush-statistics";
+/// Version of the file's layout.
+pub const STATS_VERSION: u32 = 1;
+
+/// What a layer has, besides `key_sum`.
+const GRAMS: [&str; 4] = ["key_gram", "query_gram", "value_gram", "output_gram"];
+const KEY_SUM: &str = "key_sum";
+
+/// Layer ids are below this: far above every model.
+const MAX_LAYERS: usize = 1 << 16;
+
+/// Rounding of f64 sums, relative to sqrt(A_ii A_jj): n·2^-53 for n = 2^22 positions on either side of the diagonal.
+const ROUNDING_REL_TOL: f64 = 1.0 / (1u64 << 30) as f64;
+
+impl Statistics {
+    /// Reads and checks a statistics file.
+    ///
+    /// Every Gram matrix must be finite, symmetric within rounding, with a non-negative diagonal and
+    /// `|A_ij| ≤ sqrt(A_ii A_jj)`; every layer complete and of one shape; `(Σ k_i)² ≤ n Σ k_i²`; the counts consistent.
+    ///
+    /// # Errors
+    /// `Format`, naming the file and the tensor.
+    pub fn load(path: &Path) -> Result<Self> {
+        Self::from_file(&TensorFile::open(path)?)
+    }
+
+    /// The same on an open file.
+    ///
+    /// # Errors
+    /// As [`Statistics::load`].
+    pub fn from_file(file: &TensorFile) -> Result<Self> {
+        let info = read_info(file)?;
+        let mut layers = BTreeMap::new();
+        for layer in layer_ids(file)? {
+            layers.insert(layer, read_layer(file, layer, info.positions)?);
+        }
+        Ok(Self { layers, info, unfinished: false })
+    }
+
+    /// Writes the file, atomically and with the same bytes for the same content. Returns its SHA-256 and length.
+    ///
+    /// # Errors
+    /// `Unfinished` between [`crate::Accumulator`]'s beginning and end, or after a pass that failed; `Format`.
+    pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
+        if self.unfinished {
+            return Err(StatsError::Unfinished);
+        }
+        let mut tensors = BTreeMap::new();
+        for (layer, stats) in &self.layers {
+            let (n_kv, dim) = (stats.n_kv_heads(), stats.head_dim());
+            for (role, matrices) in stats.matrices() {
+                let name = tensor_name(*layer, role);
+                check_matrices(path, &name, matrices)?;
+                tensors.insert(name, NewTensor::f64(&[n_kv, dim, dim], &matrices.data));
+            }
+            tensors.insert(tensor_name(*layer, KEY_SUM), NewTensor::f64(&[n_kv, dim], &stats.key_sum));
+        }
+        let info = serde_json::to_string(&self.info).map_err(|e| invalid(path, format!("description: {e}")))?;
+        let metadata = [("format", FORMAT.into()), ("version", STATS_VERSION.to_string()), ("info", info)];
+        let metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        Ok(write_tensor_file(path, &tensors, &metadata)?)
+    }
+}
+
+fn read_info(file: &TensorFile) -> Result<StatsInfo> {
+    let path = file.path();
+    let format = file.metadata().get("format").map_or("", String::as_str);
+    if format != FORMAT {
+        let detail = format!("expected the metadata entry format = {FORMAT}, found {}", shown(format));
+        return Err(invalid(path, detail).into());
+    }
+    let version = file.meta("version")?;
+    if version != STATS_VERSION.to_string() {
+        let (path, found) = (path.to_owned(), shown(version));
+        return Err(FormatError::Version { path, kind: FORMAT, found, expected: STATS_VERSION }.into());
+    }
+    let info: StatsInfo =
+        serde_json::from_str(file.meta("info")?).map_err(|e| invalid(path, format!("metadata entry info: {e}")))?;
+    check_counts(path, &info)?;
+    Ok(info)
+}
+
+fn check_counts(path: &Path, info: &StatsInfo) -> Result<()> {
+    let StatsInfo { format_version, positions, max_seq_len, sequence_hashes, .. } = info;
+    let n_sequences = sequence_hashes.len() as u64;
+    // The longest sequence is one of them, and none is longer.
+    let fits = max_seq_len <= positions && *positions <= n_sequences.saturating_mul(*max_seq_len);
+    if *format_version == STATS_VERSION && fits {
+        return Ok(());
+    }
+    let detail = format!(
+        "the counts contradict each other: version {format_version}, {n_sequences} sequences of at most {max_seq_len} \
+         tokens, {positions} positions"
+    );
+    Err(invalid(path, detail).into())
+}
+
+/// The layer ids, all tensors being known.
+fn layer_ids(file: &TensorFile) -> Result<BTreeSet<usize>> {
+    let mut ids = BTreeSet::new();
+    for name in file.tensors().keys() {
+        match parse_name(name) {
+            Some((layer, role)) if role == KEY_SUM || GRAMS.contains(&role) => ids.insert(layer),
+            _ => return Err(invalid(file.path(), format!("unknown tensor {}", shown(name))).into()),
+        };
+    }
+    if ids.is_empty() {
+        return Err(invalid(file.path(), "it holds no layer").into());
+    }
+    Ok(ids)
+}
+
+/// `layers.{i}.{role}`, `i` in its one decimal spelling.
+fn parse_name(name: &str) -> Option<(usize, &str)> {
+    let (digits, role) = name.strip_prefix("layers.")?.split_once('.')?;
+    let layer: usize = digits.parse().ok()?;
+    (layer < MAX_LAYERS && layer.to_string() == digits).then_some((layer, role))
+}
+
+fn tensor_name(layer: usize, role: &str) -> String {
+    format!("layers.{layer}.{role}")
+}
+
+fn read_layer(file: &TensorFile, layer: usize, positions: u64) -> Result<LayerStats> {
+    // Lengths are bounded by the file itself: the header's shapes were checked against its bytes.
+    let key_sum = tensor_name(layer, KEY_SUM);
+    let (n_kv, dim) = match *file.tensor(&key_sum)?.shape {
+        [n_kv, dim] if n_kv > 0 && dim > 0 => (n_kv, dim),
+        ref shape => return Err(wrong(file.path(), &key_sum, "shape [n_kv, d]", format!("{shape:?}")).into()),
+    };
+    let read = |role: &str| -> Result<HeadMatrices> {
+        let name = tensor_name(layer, role);
+        let matrices = HeadMatrices { n_heads: n_kv, dim, data: file.f64(&name, &[n_kv, dim, dim])? };
+        check_matrices(file.path(), &name, &matrices)?;
+        Ok(matrices)
+    };
+    let [key_gram, query_gram, value_gram, output_gram] = GRAMS;
+    let stats = LayerStats {
+        key_gram: read(key_gram)?,
+        query_gram: read(query_gram)?,
+        value_gram: read(value_gram)?,
+        output_gram: read(output_gram)?,
+        key_sum: file.f64(&key_sum, &[n_kv, dim])?,
+    };
+    check_key_sum(file.path(), &key_sum, &stats, positions)?;
+    Ok(stats)
+}
+
+/// Finite, symmetric, and no entry beyond what its diagonal allows (Cauchy-Schwarz).
+fn check_matrices(path: &Path, name: &str, matrices: &HeadMatrices) -> Result<(), FormatError> {
+    let dim = matrices.dim;
+    for head in 0..matrices.n_heads {
+        let gram = matrices.head(head);
+        let at = |i: usize, j: usize| gram[i * dim + j];
+        let refuse = |i: usize, j: usize, expected: &str| {
+            wrong(path, name, expected, format!("{:e} in head {head}, row {i}, column {j}", at(i, j)))
+        };
+        for i in 0..dim {
+            if !(at(i, i).is_finite() && at(i, i) >= 0.0) {
+                return Err(refuse(i, i, "a finite diagonal of at least 0"));
+            }
+            for j in 0..i {
+                let bound = at(i, i).sqrt() * at(j, j).sqrt();
+                // Written so that a NaN fails.
+                if !(at(i, j).abs() <= bound * (1.0 + ROUNDING_REL_TOL)) {
+                    return Err(refuse(i, j, "a Gram matrix, |A_ij| <= sqrt(A_ii A_jj)"));
+                }
+                if !((at(i, j) - at(j, i)).abs() <= bound * ROUNDING_REL_TOL) {
+                    return Err(refuse(i, j, "a symmetric matrix"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// (Σ k_i)² ≤ n Σ k_i² for every coordinate.
+fn check_key_sum(path: &Path, name: &str, stats: &LayerStats, positions: u64) -> Result<()> {
+    let dim = stats.head_dim();
+    for (at, &sum) in stats.key_sum.iter().enumerate() {
+        let (head, i) = (at / dim, at % dim);
+        let bound = (positions as f64).sqrt() * stats.key_gram.head(head)[i * dim + i].sqrt();
+        if !(sum.abs() <= bound * (1.0 + ROUNDING_REL_TOL)) {
+            let expected = format!("at most {bound:e} in magnitude, given {positions} positions and key_gram");
+            return Err(wrong(path, name, &expected, format!("{sum:e} in head {head}, coordinate {i}")).into());
+        }
+    }
+    Ok(())
+}
+
+fn invalid(path: &Path, detail: impl Into<String>) -> FormatError {
+    FormatError::Invalid { path: path.to_owned(), kind: FORMAT, detail: detail.into() }
+}
+
+fn wrong(path: &Path, name: &str, expected: &str, found: String) -> FormatError {
+    FormatError::WrongTensor { path: path.to_owned(), name: name.to_owned(), expected: expected.to_owned(), found }
+}
