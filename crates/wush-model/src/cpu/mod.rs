@@ -1,0 +1,192 @@
+//! The CPU backend: f32 activations in plain rows, faer's matmul, fused loops around it.
+//!
+//! Enters: stored weights and token ids. Leaves: f32 activations and f64 sums. Work is cut into blocks whose sizes
+//! depend on shapes alone and every block is computed by one thread, so the bytes do not depend on the thread count.
+
+mod attention;
+mod elementwise;
+mod gram;
+mod matmul;
+mod widen;
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+use wush_format::tensor_file::TensorView;
+
+use crate::backend::{AttentionShape, Backend, Mlp};
+use crate::rope::RopeTable;
+use crate::spec::Activation;
+use matmul::matmul_transposed;
+
+/// The CPU, through rayon's current thread pool.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Cpu;
+
+/// A row-major f32 matrix: activations `[tokens, width]` or weights `[out, in]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rows {
+    /// Number of rows.
+    pub n_rows: usize,
+    /// Length of a row.
+    pub width: usize,
+    /// `n_rows * width` values.
+    pub data: Vec<f32>,
+}
+
+impl Rows {
+    /// All zeros.
+    pub fn zeros(n_rows: usize, width: usize) -> Self {
+        Self { n_rows, width, data: vec![0.0; n_rows * width] }
+    }
+
+    /// Rows `range`.
+    pub fn slice(&self, range: Range<usize>) -> &[f32] {
+        &self.data[range.start * self.width..range.end * self.width]
+    }
+}
+
+/// Rows of activations that one task of an elementwise operation takes.
+const ROWS_PER_TASK: usize = 64;
+/// Rows of activations that pass through the MLP at a time: bounds its two intermediate buffers.
+const MLP_ROWS: usize = 1024;
+/// Rows of the output head that one task widens and multiplies.
+const VOCAB_ROWS: usize = 2048;
+
+impl Backend for Cpu {
+    type Tensor = Rows;
+    type Matrix = Rows;
+    type Vector = Vec<f32>;
+
+    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> Rows {
+        let width = view.shape[1];
+        Rows { n_rows: rows.len(), width, data: widen::rows(view, width, rows) }
+    }
+
+    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Vec<f32> {
+        let mut data = widen::rows(view, 1, rows);
+        data.iter_mut().for_each(|x| *x += add);
+        data
+    }
+
+    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Rows {
+        assert_eq!(data.len(), n_heads * dim * dim, "head matrices are [n_heads, d, d]");
+        Rows { n_rows: n_heads * dim, width: dim, data: data.to_vec() }
+    }
+
+    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Rows {
+        let mut out = Rows::zeros(ids.len(), table.shape[1]);
+        for (row, &id) in out.data.chunks_exact_mut(out.width).zip(ids) {
+            let id = id as usize;
+            widen::into(table, id * table.shape[1], row);
+            if scale != 1.0 {
+                row.iter_mut().for_each(|x| *x *= scale);
+            }
+        }
+        out
+    }
+
+    fn norm(&self, x: &Rows, weight: &Vec<f32>, eps: f32) -> Rows {
+        let mut out = x.clone();
+        out.data.par_chunks_mut(ROWS_PER_TASK * x.width).for_each(|rows| elementwise::rms_norm(rows, weight, eps));
+        out
+    }
+
+    fn linear(&self, x: &Rows, weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
+        let mut out = Rows::zeros(x.n_rows, weight.n_rows);
+        matmul_transposed(&mut out.data, &x.data, &weight.data, weight.width);
+        if let Some(bias) = bias {
+            out.data.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
+        }
+        out
+    }
+
+    fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
+        let width = x.width;
+        x.data.par_chunks_mut(ROWS_PER_TASK * width).enumerate().for_each(|(task, rows)| {
+            if let Some((weight, eps)) = norm {
+                elementwise::rms_norm(rows, weight, eps);
+            }
+            if let Some(table) = rope {
+                for (i, row) in rows.chunks_exact_mut(width).enumerate() {
+                    elementwise::rope(row, head_dim, table, task * ROWS_PER_TASK + i);
+                }
+            }
+        });
+    }
+
+    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
+        attention::causal(q, k, v, shape)
+    }
+
+    fn gated_mlp(&self, x: &Rows, mlp: &Mlp<'_, Self>, activation: Activation) -> Rows {
+        let mut out = Rows::zeros(x.n_rows, mlp.down.n_rows);
+        let blocks = x.data.chunks(MLP_ROWS * x.width).zip(out.data.chunks_mut(MLP_ROWS * mlp.down.n_rows));
+        for (rows, out) in blocks {
+            let block = Rows { n_rows: rows.len() / x.width, width: x.width, data: rows.to_vec() };
+            let mut gate = self.linear(&block, mlp.gate, mlp.biases[0]);
+            let up = self.linear(&block, mlp.up, mlp.biases[1]);
+            let task = ROWS_PER_TASK * gate.width;
+            gate.data
+                .par_chunks_mut(task)
+                .zip(up.data.par_chunks(task))
+                .for_each(|(gate, up)| elementwise::gate(gate, up, activation));
+            matmul_transposed(out, &gate.data, &mlp.down.data, mlp.down.width);
+            if let Some(bias) = mlp.biases[2] {
+                out.chunks_exact_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
+            }
+        }
+        out
+    }
+
+    fn add(&self, x: &mut Rows, y: &Rows) {
+        let task = ROWS_PER_TASK * x.width;
+        x.data.par_chunks_mut(task).zip(y.data.par_chunks(task)).for_each(|(x, y)| elementwise::add(x, y));
+    }
+
+    fn transform_heads(&self, x: &Rows, matrices: &Rows, head_dim: usize) -> Rows {
+        matmul::transform_heads(x, matrices, head_dim)
+    }
+
+    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) {
+        gram::accumulate(x, n_groups, head_dim, into);
+    }
+
+    fn column_sum(&self, x: &Rows, into: &mut [f64]) {
+        assert_eq!(into.len(), x.width, "one sum a column");
+        for row in x.data.chunks_exact(x.width) {
+            for (sum, &value) in into.iter_mut().zip(row) {
+                *sum += f64::from(value);
+            }
+        }
+    }
+
+    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Vec<f32> {
+        let (vocab, hidden) = (table.shape[0], table.shape[1]);
+        let n_rows = rows.len();
+        let x = x.slice(rows);
+        let blocks: Vec<(usize, Vec<f32>)> = (0..vocab)
+            .into_par_iter()
+            .step_by(VOCAB_ROWS)
+            .map(|first| {
+                let ids = first..(first + VOCAB_ROWS).min(vocab);
+                let mut block = vec![0.0; n_rows * ids.len()];
+                let weights = widen::rows(table, hidden, ids);
+                matmul_transposed(&mut block, x, &weights, hidden);
+                (first, block)
+            })
+            .collect();
+        let mut out = vec![0.0; n_rows * vocab];
+        for (first, block) in blocks {
+            let width = block.len() / n_rows;
+            for (out, row) in out.chunks_exact_mut(vocab).zip(block.chunks_exact(width)) {
+                out[first..first + width].copy_from_slice(row);
+            }
+        }
+        out
+    }
+
+    fn to_host(&self, x: &Rows) -> Vec<f32> {
+        x.data.clone()
+    }
+}
