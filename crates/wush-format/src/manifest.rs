@@ -117,7 +117,8 @@ pub struct Solve {
 pub struct Calibration {
     /// As given: file name or hub id, without directories of this machine.
     pub source: String,
-    /// Digest over the token ids of all sequences, in order.
+    /// SHA-256 over the digests of all sequences, in order (each over its length and token ids), so that merged statistics
+    /// can state it, too.
     pub tokens_hash: Sha,
     /// Number of sequences.
     pub sequences: u64,

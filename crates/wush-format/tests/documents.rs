@@ -1,0 +1,330 @@
+//! The transforms file, the sidecars and the manifest: round trips, and one case a documented refusal.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+use wush_format::FormatError;
+use wush_format::bundle::{KeyLayer, KeySidecar, ValueLayer, ValueSidecar};
+use wush_format::hash::Sha;
+use wush_format::manifest::{
+    Basis, Calibration, FileEntry, FoldReport, HeadReport, LayerReport, Manifest, Solve, Source, Status, is_inside,
+};
+use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+
+fn head_report() -> HeadReport {
+    HeadReport {
+        // Not every reader of decimal numbers gets this one right.
+        cond_gram: 0.1 + 0.2,
+        cond_hessian: 1e300,
+        cond_transform: 5e-324,
+        rank_gram: 2,
+        rank_hessian: 2,
+        dead_channels: 0,
+        trace_product_over_bound: 1.0 + f64::EPSILON,
+        predicted_gain: 1.5,
+        imbalance: 7.450580596923828e-9,
+    }
+}
+
+fn calibration() -> Calibration {
+    Calibration {
+        source: "calibration.txt".to_owned(),
+        tokens_hash: Sha::of(b"tokens"),
+        sequences: 2,
+        tokens: 64,
+        max_seq_len: 32,
+        rope_scaling: None,
+        device: "cpu".to_owned(),
+        compute: "f32".to_owned(),
+    }
+}
+
+fn layer_report(layer: usize) -> LayerReport {
+    LayerReport { layer, key: vec![head_report()], value: vec![head_report()] }
+}
+
+fn transforms() -> Transforms {
+    let matrices = |first: f64| HeadMatrices { n_heads: 1, dim: 2, data: vec![first, 0.0, -0.0, 1.0 / 3.0] };
+    let layer = |first| LayerTransforms { key: matrices(first), value: matrices(-first) };
+    Transforms {
+        layers: BTreeMap::from([(0, layer(1.0)), (10, layer(0.1)), (2, layer(f64::MIN_POSITIVE))]),
+        model_hash: Sha::of(b"model"),
+        transform: "wush".to_owned(),
+        preset: "paper".to_owned(),
+        damping: 0.1 + 0.2,
+        seed: u64::MAX,
+        stats_hash: Some(Sha::of(b"stats")),
+        calibration: Some(calibration()),
+        report: vec![layer_report(0), layer_report(2), layer_report(10)],
+    }
+}
+
+fn file_entry(path: &str) -> FileEntry {
+    FileEntry { path: path.to_owned(), n_bytes: 1, sha256: Sha::of(path.as_bytes()) }
+}
+
+fn manifest() -> Manifest {
+    Manifest {
+        format_version: 1,
+        tool: "wush 0.1.0".to_owned(),
+        status: Status::Complete,
+        source: Source {
+            id: "org/name".to_owned(),
+            revision: None,
+            family: "llama".to_owned(),
+            model_hash: Sha::of(b"model"),
+            files: vec![file_entry("config.json"), file_entry("model.safetensors")],
+        },
+        basis: Basis { kind: "folded-values".to_owned(), model_hash: Sha::of(b"folded") },
+        solve: Solve {
+            transform: "wush".to_owned(),
+            preset: "default".to_owned(),
+            damping: 0.01,
+            seed: 0,
+            stats_hash: None,
+        },
+        calibration: Some(calibration()),
+        layers: vec![layer_report(0), layer_report(1)],
+        fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 1 },
+        equivalence: None,
+        files: vec![file_entry("config.json"), file_entry("wush/README.md")],
+    }
+}
+
+/// Saves, loads, and asks for the same bytes from what was loaded.
+macro_rules! round_trip {
+    ($type:ty, $value:expr) => {{
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let path = dir.path().join("file");
+        let value = $value;
+        value.save(&path).expect("saves");
+        let bytes = std::fs::read(&path).expect("reads");
+        let loaded = <$type>::load(&path).expect("loads");
+        assert_eq!(loaded, value);
+        loaded.save(&path).expect("saves");
+        assert_eq!(std::fs::read(&path).expect("reads"), bytes, "the bytes depend on more than the content");
+    }};
+}
+
+#[test]
+fn every_document_reads_back_bit_for_bit() {
+    round_trip!(Transforms, transforms());
+    round_trip!(Transforms, Transforms { stats_hash: None, calibration: None, report: vec![], ..transforms() });
+    round_trip!(Manifest, manifest());
+}
+
+fn invalid(manifest: &Manifest) -> String {
+    let json = serde_json::to_vec(manifest).expect("serializes");
+    let error = Manifest::parse(Path::new("manifest.json"), &json).expect_err("must be refused");
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    manifest.save(&dir.path().join("m")).expect_err("what is not read is not written");
+    error.to_string()
+}
+
+#[test]
+fn a_manifest_with_unsorted_repeated_or_escaping_entries_is_refused() {
+    let mut m = manifest();
+    m.files.reverse();
+    assert!(invalid(&m).contains("files: expected paths sorted and unique"));
+    let mut m = manifest();
+    m.source.files[1] = m.source.files[0].clone();
+    assert!(invalid(&m).contains("source.files: expected paths sorted and unique"));
+    let mut m = manifest();
+    m.files[0] = file_entry("../config.json");
+    assert!(invalid(&m).contains("\"../config.json\" is not a relative path"));
+    let mut m = manifest();
+    m.files[1] = file_entry("wush/manifest.json");
+    assert!(invalid(&m).contains("lists wush/manifest.json itself"));
+    let mut m = manifest();
+    m.layers.reverse();
+    assert!(invalid(&m).contains("expected rising layer ids, found 1 before 0"));
+    let mut m = manifest();
+    m.layers[0].key.clear();
+    assert!(invalid(&m).contains("layer 0: expected as many value heads as key heads"));
+    let mut m = manifest();
+    m.fold.max_rel_error = f64::NAN;
+    assert!(invalid(&m).contains("expected f64"));
+}
+
+#[test]
+fn a_manifest_of_another_version_is_told_from_a_broken_one() {
+    let parse = |text: &str| Manifest::parse(Path::new("manifest.json"), text.as_bytes()).expect_err("refused");
+    let version = parse(r#"{"format_version": 2, "something": "new"}"#);
+    assert_eq!(version.to_string(), "manifest.json: manifest format version 2, expected 1");
+    assert!(version.hint().is_some());
+    for text in ["", "[]", "{}", r#"{"format_version": 1}"#, r#"{"format_version": 1, "format_version": 1}"#] {
+        assert!(matches!(parse(text), FormatError::Invalid { .. }), "{text}");
+    }
+    let mut value = serde_json::to_value(manifest()).expect("serializes");
+    value["extra"] = 1.into();
+    assert!(parse(&value.to_string()).to_string().contains("unknown field `extra`"));
+}
+
+#[test]
+fn only_paths_below_a_directory_are_inside() {
+    for path in ["a", "a/b.c", "..a", ".hidden", "a b/é"] {
+        assert!(is_inside(path), "{path}");
+    }
+    for path in ["", ".", "..", "/a", "a/", "a//b", "a/../b", "./a", "a/.", "a\\b", "a\0", "a\nb"] {
+        assert!(!is_inside(path), "{path}");
+    }
+}
+
+/// A transforms file whose tensors or metadata were changed.
+fn changed(change: impl FnOnce(&mut BTreeMap<String, NewTensor>, &mut BTreeMap<String, String>)) -> FormatError {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("t.safetensors");
+    transforms().save(&path).expect("saves");
+    let file = TensorFile::open(&path).expect("valid");
+    let mut metadata = file.metadata().clone();
+    let own = |name: &String| {
+        let view = file.tensor(name).expect("listed");
+        let tensor = NewTensor { dtype: view.dtype, shape: view.shape.to_vec(), bytes: view.bytes.to_vec() };
+        (name.clone(), tensor)
+    };
+    let mut tensors: BTreeMap<_, _> = file.tensors().keys().map(own).collect();
+    change(&mut tensors, &mut metadata);
+    write_tensor_file(&path, &tensors, &metadata).expect("writes");
+    Transforms::load(&path).expect_err("must be refused")
+}
+
+#[test]
+fn a_transforms_file_with_missing_unknown_or_misshapen_tensors_is_refused() {
+    let error = changed(|tensors, _| drop(tensors.remove("layers.2.value")));
+    assert!(matches!(&error, FormatError::MissingTensor { name, .. } if name == "layers.2.value"), "{error}");
+    for name in ["layers.02.key", "layers.0.query", "layer.0.key", "layers.65536.key", "layers.+1.key", "layers..key"] {
+        let error = changed(|tensors, _| drop(tensors.insert(name.to_owned(), NewTensor::f64(&[1, 1, 1], &[1.0]))));
+        assert!(error.to_string().contains("unknown tensor"), "{name}: {error}");
+    }
+    let cases: [(&[usize], &[f64]); 4] =
+        [(&[4], &[1.0; 4]), (&[1, 1, 2], &[1.0; 2]), (&[0, 2, 2], &[]), (&[1, 0, 0], &[])];
+    for (shape, values) in cases {
+        let error =
+            changed(|tensors, _| drop(tensors.insert("layers.0.key".to_owned(), NewTensor::f64(shape, values))));
+        assert!(error.to_string().contains("expected shape [n_heads, d, d]"), "{error}");
+    }
+    let two_heads = NewTensor::f64(&[2, 1, 1], &[1.0; 2]);
+    let error = changed(|tensors, _| drop(tensors.insert("layers.0.value".to_owned(), two_heads)));
+    assert!(error.to_string().contains("expected 1 heads, as the keys have, found 2 heads"), "{error}");
+    let half = NewTensor::f32(&[1, 2, 2], &[1.0; 4]);
+    let error = changed(|tensors, _| drop(tensors.insert("layers.0.key".to_owned(), half)));
+    assert!(error.to_string().contains("expected F64 [1, 2, 2], found F32 [1, 2, 2]"), "{error}");
+    let error = changed(|tensors, _| tensors.clear());
+    assert!(error.to_string().contains("it holds no layer"), "{error}");
+}
+
+#[test]
+fn a_transforms_file_with_bad_metadata_is_refused() {
+    let cases = [
+        ("format", "wush-key-transforms", "expected the metadata entry format = wush-transforms"),
+        ("version", "2", "wush-transforms format version \"2\", expected 1"),
+        ("model_hash", "abc", "metadata entry model_hash = \"abc\""),
+        ("stats_hash", "", "metadata entry stats_hash"),
+        ("damping", "NaN", "expected a finite number"),
+        ("damping", "-1", "expected a finite number"),
+        ("seed", "-1", "metadata entry seed"),
+        ("report", "[{}]", "metadata entry report: missing field"),
+        ("calibration", "1", "metadata entry calibration"),
+    ];
+    for (key, value, expected) in cases {
+        let error = changed(|_, metadata| drop(metadata.insert(key.to_owned(), value.to_owned()))).to_string();
+        assert!(error.contains(expected), "{key}: {error}");
+    }
+    let error = changed(|_, metadata| drop(metadata.remove("transform"))).to_string();
+    assert!(error.contains("metadata entry \"transform\" is missing"), "{error}");
+}
+
+#[test]
+fn a_number_that_is_not_finite_is_named_and_neither_written_nor_read() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("t.safetensors");
+    let mut t = transforms();
+    t.layers.get_mut(&2).expect("a layer").value.data[3] = f64::INFINITY;
+    let expected = "tensor layers.2.value: expected finite numbers, found NaN or infinity in head 0, row 1, column 1";
+    assert!(t.save(&path).expect_err("refused").to_string().contains(expected));
+    let bad = NewTensor::f64(&[1, 2, 2], &[0.0, 0.0, 0.0, f64::NAN]);
+    assert!(
+        changed(|tensors, _| drop(tensors.insert("layers.2.value".to_owned(), bad))).to_string().contains(expected)
+    );
+    let mut t = transforms();
+    t.report[0].key[0].cond_gram = f64::INFINITY;
+    assert!(t.save(&path).expect_err("refused").to_string().contains("a number is not finite"));
+    let mut layer = KeyLayer { n_kv_heads: 1, head_dim: 1, key: vec![1.0], query: vec![f32::NAN] };
+    let mut key = KeySidecar { layers: BTreeMap::from([(3, layer.clone())]), model_hash: Sha::of(b"") };
+    assert!(key.save(&path).expect_err("refused").to_string().contains("tensor layers.3.query: expected finite"));
+    layer.query = vec![1.0, 2.0];
+    key.layers.insert(3, layer);
+    assert!(matches!(key.save(&path), Err(FormatError::WrongTensor { .. })));
+    assert!(!path.exists());
+}
+
+#[test]
+fn one_sidecar_is_not_read_as_the_other() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("v.safetensors");
+    let layer = ValueLayer { n_kv_heads: 1, head_dim: 1, value: vec![1.0] };
+    let value = ValueSidecar { layers: BTreeMap::from([(0, layer)]), model_hash: Sha::of(b"") };
+    value.save(&path).expect("saves");
+    let error = KeySidecar::load(&path).expect_err("it holds values").to_string();
+    assert!(error.contains("format = wush-key-transforms, found \"wush-value-transforms\""), "{error}");
+    assert!(Transforms::load(&path).is_err());
+    assert!(matches!(KeySidecar::load(&dir.path().join("none")), Err(FormatError::Io { .. })));
+}
+
+/// `[n, d]` and the values of two tensors `[n, d, d]`.
+fn pair() -> impl Strategy<Value = (usize, usize, Vec<f32>, Vec<f32>)> {
+    let finite = prop::num::f32::NORMAL | prop::num::f32::SUBNORMAL | prop::num::f32::ZERO;
+    (1_usize..4, 1_usize..5).prop_flat_map(move |(n, d)| {
+        let values = || prop::collection::vec(finite, n * d * d);
+        (Just(n), Just(d), values(), values())
+    })
+}
+
+/// The same cases in every run.
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config(48))]
+
+    #[test]
+    fn sidecars_and_transforms_read_back(layers in prop::collection::btree_map(0_usize..200, pair(), 1..4)) {
+        let model_hash = Sha::of(b"model");
+        let key = |(&layer, (n_kv_heads, head_dim, key, query)): (&usize, &(usize, usize, Vec<f32>, Vec<f32>))| {
+            let layer_of = KeyLayer { n_kv_heads: *n_kv_heads, head_dim: *head_dim, key: key.clone(), query: query.clone() };
+            (layer, layer_of)
+        };
+        round_trip!(KeySidecar, KeySidecar { layers: layers.iter().map(key).collect(), model_hash });
+        let value = |(&layer, (n_kv_heads, head_dim, value, _)): (&usize, &(usize, usize, Vec<f32>, Vec<f32>))| {
+            (layer, ValueLayer { n_kv_heads: *n_kv_heads, head_dim: *head_dim, value: value.clone() })
+        };
+        round_trip!(ValueSidecar, ValueSidecar { layers: layers.iter().map(value).collect(), model_hash });
+        let wide = |n_heads: &usize, dim: &usize, data: &[f32]| {
+            HeadMatrices { n_heads: *n_heads, dim: *dim, data: data.iter().map(|&x| f64::from(x) / 3.0).collect() }
+        };
+        let layers = layers.iter().map(|(&layer, (n, d, key, value))| {
+            (layer, LayerTransforms { key: wide(n, d, key), value: wide(n, d, value) })
+        });
+        round_trip!(Transforms, Transforms { layers: layers.collect(), ..transforms() });
+    }
+
+    #[test]
+    fn arbitrary_text_is_never_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = Manifest::parse(Path::new("m"), &bytes);
+    }
+
+    #[test]
+    fn every_finite_float_of_a_manifest_reads_back(bits in any::<u64>()) {
+        let value = f64::from_bits(bits);
+        prop_assume!(value.is_finite());
+        let mut m = manifest();
+        m.fold.max_rel_error = value;
+        let json = serde_json::to_vec(&m).expect("serializes");
+        let read = Manifest::parse(Path::new("m"), &json).expect("valid").fold.max_rel_error;
+        prop_assert_eq!(read.to_bits(), value.to_bits());
+    }
+}
