@@ -42,9 +42,10 @@ impl FoldDtype {
 pub enum UnfoldDtype {
     /// As stored in the bundle.
     Keep,
-    /// The dtype of the same layer's query projection, which folding never touches: the original's.
+    /// The dtype of the same layer's MLP output projection, which no fold touches: the original's, in every checkpoint
+    /// whose layers have one dtype.
     #[default]
-    LikeQuery,
+    Original,
 }
 
 /// What was read and what was written. Lists are sorted by path.
@@ -117,7 +118,7 @@ pub fn unfold(
     let values = sidecar.layers.iter().map(|(&layer, value)| (layer, widen(value))).collect();
     let target = match dtype {
         UnfoldDtype::Keep => Target::Keep,
-        UnfoldDtype::LikeQuery => Target::LikeQuery,
+        UnfoldDtype::Original => Target::LikeMlp,
     };
     run(bundle, spec, &values, (Direction::Unfold, target), sidecar.model_hash, out, monitor)
 }

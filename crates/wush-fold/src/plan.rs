@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use wush_checkpoint::Checkpoint;
 use wush_format::transforms::HeadMatrices;
-use wush_model::spec::{AttentionSpec, ModelSpec, TensorSlice};
+use wush_model::spec::{AttentionSpec, LayerSpec, ModelSpec, TensorSlice};
 
 use crate::dense::transposed;
 use crate::invert::{condition_limit, invert};
@@ -81,8 +81,8 @@ pub(crate) enum Target {
     Keep,
     /// F32 (an F64 tensor stays as it is).
     F32,
-    /// That of the layer's query projection.
-    LikeQuery,
+    /// That of the layer's MLP output projection.
+    LikeMlp,
 }
 
 /// Checks everything that can be known from headers and transforms, and lists the edits.
@@ -105,7 +105,7 @@ pub(crate) fn plan(
         for head in 0..attn.n_kv_heads {
             plan.heads.push(plan_head(layer, head, attn, value.head(head), direction)?);
         }
-        plan_layer(&mut plan, checkpoint, attn, first, target)?;
+        plan_layer(&mut plan, checkpoint, layer_spec, first, target)?;
     }
     check_shared(spec, &plan)?;
     Ok(plan)
@@ -141,12 +141,13 @@ fn plan_head(layer: usize, head: usize, attn: &AttentionSpec, transform: &[f64],
 fn plan_layer(
     plan: &mut FoldPlan,
     checkpoint: &Checkpoint,
-    attn: &AttentionSpec,
+    layer_spec: &LayerSpec,
     first: usize,
     target: Target,
 ) -> Result<()> {
+    let attn = &layer_spec.attn;
     let (dim, group) = (attn.head_dim, attn.n_heads / attn.n_kv_heads);
-    let query = locate(checkpoint, &attn.q.weight)?;
+    let mlp = locate(checkpoint, &layer_spec.mlp.down.weight)?;
     let slices = [(Role::Value, Some(&attn.v.weight)), (Role::ValueBias, attn.v.bias.as_ref()), (Role::Output, Some(&attn.o.weight))];
     for (role, slice) in slices.into_iter().filter_map(|(role, slice)| Some((role, slice?))) {
         let source = locate(checkpoint, slice)?;
@@ -154,7 +155,7 @@ fn plan_layer(
             Target::Keep => source,
             Target::F32 if source == Element::F64 => source,
             Target::F32 => Element::F32,
-            Target::LikeQuery => query,
+            Target::LikeMlp => mlp,
         };
         let (n_blocks, length) = match role {
             Role::Output => (attn.n_heads, slice.cols),
