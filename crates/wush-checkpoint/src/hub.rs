@@ -73,9 +73,9 @@ pub fn resolve_model(arg: &str, options: &HubOptions, monitor: &dyn Monitor) -> 
 }
 
 fn directory_name(dir: &Path) -> String {
-    let whole = dir.canonicalize();
-    let name = whole.as_deref().unwrap_or(dir).file_name();
-    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+    let named = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+    let resolved = || dir.canonicalize().ok()?.file_name().map(|name| name.to_string_lossy().into_owned());
+    named.or_else(resolved).unwrap_or_else(|| "model".to_owned())
 }
 
 fn fetch_model(id: &RepoId, revision: &str, options: &HubOptions, monitor: &dyn Monitor) -> Result<String> {
