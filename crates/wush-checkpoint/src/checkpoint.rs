@@ -10,12 +10,12 @@ use serde_json::Value;
 use wush_format::FormatError;
 use wush_format::bundle::{MANIFEST, WUSH_DIR};
 use wush_format::hash::Sha;
+use wush_format::index::{WeightMap, load_index};
 use wush_format::json::{read_bounded, shown};
 use wush_format::manifest::FileEntry;
 use wush_format::tensor_file::{TensorFile, TensorInfo, TensorView};
 
 use crate::files::{self, Home};
-use crate::index::{WeightMap, load_index};
 use crate::{CheckpointError, Result, refusals};
 
 const CONFIG: &str = "config.json";

@@ -4,17 +4,24 @@
 //! the tokenizer's ids. Interprets no configuration key beyond what it must refuse: what a model *is* belongs to
 //! `wush-model`. Writes nothing but the hub's download cache.
 //!
-//! ```no_run
-//! let checkpoint = wush_checkpoint::Checkpoint::open(std::path::Path::new("Qwen3-8B"))?;
-//! for name in checkpoint.tensor_names() {
-//!     println!("{name}: {:?}", checkpoint.tensor(name)?.shape);
-//! }
-//! # Ok::<(), wush_checkpoint::CheckpointError>(())
+//! ```
+//! use std::collections::BTreeMap;
+//! use wush_checkpoint::Checkpoint;
+//! use wush_format::tensor_file::{NewTensor, write_tensor_file};
+//!
+//! let dir = tempfile::tempdir()?;
+//! std::fs::write(dir.path().join("config.json"), r#"{"model_type": "llama"}"#)?;
+//! let weights = BTreeMap::from([("lm_head.weight".to_owned(), NewTensor::f32(&[2, 1], &[1.0, 2.0]))]);
+//! write_tensor_file(&dir.path().join("model.safetensors"), &weights, &BTreeMap::new())?;
+//!
+//! let checkpoint = Checkpoint::open(dir.path())?;
+//! assert_eq!(checkpoint.tensor_names().collect::<Vec<_>>(), ["lm_head.weight"]);
+//! assert_eq!(checkpoint.tensor("lm_head.weight")?.shape, [2, 1]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 pub mod checkpoint;
 pub mod hub;
-pub mod index;
 pub mod tokenizer;
 
 mod error;

@@ -96,7 +96,9 @@ impl FormatError {
                 ReadOnlyFilesystem => "write to another disk",
                 _ => return None,
             },
-            Self::Invalid { kind: "safetensors", .. } => "the file is damaged or incomplete: copy or download it again",
+            Self::Invalid { kind: "safetensors" | "index" | "config.json", .. } => {
+                "the file is damaged or incomplete: copy or download it again"
+            }
             Self::Invalid { .. } | Self::MissingTensor { .. } | Self::WrongTensor { .. } => {
                 "the file is damaged or of another kind: make it again with this version of wush"
             }

@@ -22,6 +22,7 @@
 pub mod atomic;
 pub mod bundle;
 pub mod hash;
+pub mod index;
 pub mod json;
 mod layers;
 pub mod manifest;
