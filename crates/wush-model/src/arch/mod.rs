@@ -108,6 +108,7 @@ pub fn resolve(ckpt: &Checkpoint, rope_scaling: Option<&RopeScaling>) -> Result<
     let lm_head = HEADS.iter().copied().find(|name| tensors.has(name));
     let context = Context { family: family.name, config, prefix, lm_head, rope_scaling };
     let spec = (family.build)(&context)?;
+    refuse::check_gated_queries(&spec, &tensors)?;
     tensors.check(&spec, &format!("{prefix}layers."))?;
     Ok(spec)
 }

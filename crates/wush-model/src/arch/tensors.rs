@@ -33,6 +33,11 @@ impl<'a> Tensors<'a> {
         self.0.contains_key(name)
     }
 
+    /// Rows of a tensor, if it is there and has any.
+    pub fn n_rows(&self, name: &str) -> Option<usize> {
+        self.0.get(name)?.shape.first().copied()
+    }
+
     /// Every name, sorted.
     pub fn names(&self) -> impl Iterator<Item = &'a str> + '_ {
         self.0.keys().copied()
