@@ -4,6 +4,7 @@
 
 use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor::{LltRegularization, cholesky_in_place, cholesky_in_place_scratch};
+use faer::linalg::cholesky::llt_pivoting::factor as pivoted;
 use faer::linalg::evd::{ComputeEigenvectors, self_adjoint_evd, self_adjoint_evd_scratch};
 use faer::linalg::matmul::matmul;
 use faer::linalg::svd::{ComputeSvdVectors, svd, svd_scratch};
@@ -58,6 +59,21 @@ pub(crate) fn cholesky(a: MatRef<'_, f64>) -> Option<Mat<f64>> {
     }
     // A NaN pivot would pass faer's comparison.
     (0..dim).all(|i| factor[(i, i)] > 0.0).then_some(factor)
+}
+
+/// A square root R of a symmetric positive semidefinite matrix, R Rᵀ = A, by Cholesky with pivoting: `[d, rank]`. It stops
+/// where the remaining diagonal is at most d·ε of the largest; what it drops is positive semidefinite up to rounding.
+/// `None` when a diagonal element is negative.
+pub(crate) fn pivoted_root(a: MatRef<'_, f64>) -> Option<Mat<f64>> {
+    let dim = a.nrows();
+    let mut factor = a.to_owned();
+    let (mut order, mut inverse) = (vec![0usize; dim], vec![0usize; dim]);
+    let mut memory = MemBuffer::new(pivoted::cholesky_in_place_scratch::<usize, f64>(dim, Par::Seq, Spec::default()));
+    let stack = MemStack::new(&mut memory);
+    let (info, _) =
+        pivoted::cholesky_in_place(factor.as_mut(), &mut order, &mut inverse, Par::Seq, stack, Spec::default()).ok()?;
+    let (factor, rank) = (factor.as_ref(), info.rank);
+    Some(Mat::from_fn(dim, rank, |i, j| if j <= inverse[i] { factor[(inverse[i], j)] } else { 0.0 }))
 }
 
 /// `L^{-T} b` with L lower triangular.

@@ -41,8 +41,6 @@ pub(crate) struct Psd {
     pub(crate) is_zero: bool,
     /// Eigenvalues of `mat`, ascending.
     pub(crate) values: Vec<f64>,
-    /// Eigenvectors of `mat`, as columns.
-    vectors: Mat<f64>,
 }
 
 impl Psd {
@@ -56,14 +54,21 @@ impl Psd {
             check_symmetric(name, data, dim, largest)?;
             scaled(data, dim, largest)
         };
-        let (values, vectors) = dense::eigen(mat.as_ref(), name)?;
-        let psd = Self { name, mat, log16, is_zero, values, vectors };
-        if psd.smallest() < -NEGATIVE_REL_TOL * psd.largest() {
-            let unscaled = |x| libm::scalbn(x, 4 * psd.log16);
-            let (smallest, largest) = (unscaled(psd.smallest()), unscaled(psd.largest()));
-            return Err(TransformError::Indefinite { matrix: name, smallest, largest });
+        let values = dense::eigenvalues(mat.as_ref(), name)?;
+        let psd = Self { name, mat, log16, is_zero, values };
+        if psd.smallest() < -NEGATIVE_REL_TOL * psd.largest()
+            || psd.mat.diagonal().column_vector().iter().any(|&x| x < 0.0)
+        {
+            return Err(psd.indefinite());
         }
         Ok(psd)
+    }
+
+    /// The error that says so, with the eigenvalues of the matrix as given.
+    pub(crate) fn indefinite(&self) -> TransformError {
+        let unscaled = |x| libm::scalbn(x, 4 * self.log16);
+        let (smallest, largest) = (unscaled(self.smallest()), unscaled(self.largest()));
+        TransformError::Indefinite { matrix: self.name, smallest, largest }
     }
 
     /// Smallest eigenvalue of `mat`; may be negative by rounding.
@@ -119,14 +124,6 @@ impl Psd {
     pub(crate) fn rank(&self) -> usize {
         let floor = rank_rel_tol(self.values.len()) * self.largest();
         if self.is_zero { 0 } else { self.values.iter().filter(|&&x| x > floor).count() }
-    }
-
-    /// V D^{1/2}, a square root in the sense of R Rᵀ = A; eigenvalues that are noise count as zero.
-    pub(crate) fn root(&self) -> Mat<f64> {
-        let floor = noise_rel_tol(self.values.len()) * self.largest();
-        let mut root = self.vectors.clone();
-        dense::scale_columns(&mut root, |j| if self.values[j] > floor { self.values[j].sqrt() } else { 0.0 });
-        root
     }
 }
 
