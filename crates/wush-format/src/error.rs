@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 /// Result of this crate.
 pub type Result<T, E = FormatError> = std::result::Result<T, E>;
 
+/// Longest detail of a message, in characters; parsers repeat what they found, and that may be the whole file.
+const MAX_DETAIL_CHARS: usize = 600;
+
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -81,8 +84,14 @@ impl FormatError {
         Self::Io { path: path.into(), action, source }
     }
 
+    /// `Invalid`, with a detail that a hostile file cannot make long.
     pub(crate) fn invalid(path: &Path, kind: &'static str, detail: impl Into<String>) -> Self {
-        Self::Invalid { path: path.to_owned(), kind, detail: detail.into() }
+        let mut detail = detail.into();
+        if let Some((cut, _)) = detail.char_indices().nth(MAX_DETAIL_CHARS) {
+            detail.truncate(cut);
+            detail.push('…');
+        }
+        Self::Invalid { path: path.to_owned(), kind, detail }
     }
 
     /// The remedy, if one is known: a line of its own, never part of the message.

@@ -161,6 +161,8 @@ fn a_manifest_of_another_version_is_told_from_a_broken_one() {
     let mut value = serde_json::to_value(manifest()).expect("serializes");
     value["extra"] = 1.into();
     assert!(parse(&value.to_string()).to_string().contains("unknown field `extra`"));
+    let long = format!("{{\"{}\":1,{}", "x".repeat(1 << 20), &value.to_string()[1..]);
+    assert!(parse(&long).to_string().len() < 2000, "a hostile key floods the message");
 }
 
 #[test]
