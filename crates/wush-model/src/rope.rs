@@ -65,7 +65,8 @@ impl RopeSpec {
         RopeTable { rotary_dim: self.rotary_dim, cos, sin }
     }
 
-    fn inverse_frequencies(&self, n_tokens: usize) -> std::borrow::Cow<'_, [f32]> {
+    /// ω of every rotary pair, for a sequence of `n_tokens`.
+    pub(crate) fn inverse_frequencies(&self, n_tokens: usize) -> std::borrow::Cow<'_, [f32]> {
         match &self.frequencies {
             Frequencies::Fixed(inv_freq) => inv_freq.into(),
             Frequencies::ByLength { short, original_len, .. } if n_tokens <= *original_len => short.into(),

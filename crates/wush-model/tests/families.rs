@@ -153,6 +153,8 @@ fn fact(spec: &ModelSpec, key: &str) -> Value {
         "attention_factor" => json!(rope.map(|rope| f64::from(rope.attention_factor))),
         "value_bias" => json!(attn.v.bias.is_some()),
         "value_rows" => json!([attn.v.weight.rows.start, attn.v.weight.rows.end]),
+        "softcap" => json!(attn.logit_softcap),
+        "final_softcap" => json!(spec.final_logit_softcap),
         "windows" => spec.layers.iter().map(|layer| json!(layer.attn.window)).collect(),
         "rope_layers" => spec.layers.iter().map(|layer| json!(layer.attn.rope.is_some())).collect(),
         "tied" => json!(spec.lm_head.name == spec.embedding.name),

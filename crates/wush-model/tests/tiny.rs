@@ -19,7 +19,7 @@ const GRAM_REL_TOL: f64 = 1e-4;
 const NLL_ABS_TOL: f64 = 1e-4;
 
 /// Variants in the fixtures folder: a lost folder must not pass as a test.
-const N_VARIANTS: usize = 20;
+const N_VARIANTS: usize = 21;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny")

@@ -163,6 +163,36 @@ pub fn layer_types(view: &ConfigView<'_>, n_layers: usize) -> Result<Option<Vec<
     texts.iter().map(parse).collect::<Result<_, _>>().map(Some)
 }
 
+/// [`layer_types`], or full attention in every `pattern`-th layer and a sliding window in the others.
+///
+/// # Errors
+/// `Config`.
+pub fn layer_types_or_pattern(
+    view: &ConfigView<'_>,
+    n_layers: usize,
+    pattern: usize,
+) -> Result<Vec<LayerType>, ModelError> {
+    let kind = |layer: usize| if (layer + 1).is_multiple_of(pattern) { LayerType::Full } else { LayerType::Sliding };
+    Ok(layer_types(view, n_layers)?.unwrap_or_else(|| (0..n_layers).map(kind).collect()))
+}
+
+/// A softcap; none when the key is absent or `null`.
+///
+/// # Errors
+/// `Config`.
+pub fn softcap(view: &ConfigView<'_>, key: &str) -> Result<Option<f32>, ModelError> {
+    Ok(view.opt_number(key, 1e-3..=1e6)?.map(|cap| cap as f32))
+}
+
+/// The factor on q·k where `query_pre_attn_scalar` sets it.
+///
+/// # Errors
+/// `Config`.
+pub fn query_scale(view: &ConfigView<'_>, default: f64) -> Result<f32, ModelError> {
+    let scalar = view.opt_number("query_pre_attn_scalar", 1e-3..=1e6)?.unwrap_or(default);
+    Ok((1.0 / scalar.sqrt()) as f32)
+}
+
 /// `sliding_window` in keys, at least 1.
 ///
 /// # Errors
@@ -316,6 +346,19 @@ impl Builder<'_> {
             mlp_pre_norm: Some(self.norm(layer, "post_attention_layernorm", self.dims.hidden)),
             mlp,
             mlp_post_norm: None,
+        }
+    }
+
+    /// A layer with norms before and after attention and MLP, under Gemma's names.
+    pub fn sandwich_norm_layer(&self, layer: usize, attn: AttentionSpec, mlp: MlpSpec) -> LayerSpec {
+        let norm = |module| Some(self.norm(layer, module, self.dims.hidden));
+        LayerSpec {
+            attn_pre_norm: norm("input_layernorm"),
+            attn,
+            attn_post_norm: norm("post_attention_layernorm"),
+            mlp_pre_norm: norm("pre_feedforward_layernorm"),
+            mlp,
+            mlp_post_norm: norm("post_feedforward_layernorm"),
         }
     }
 

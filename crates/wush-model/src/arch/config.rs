@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn null_is_absent_and_other_types_are_refused() {
         let config =
-            json!({ "a": null, "b": 1.5, "c": "x", "d": [1, "y"], "e": 1e400_f64.min(f64::MAX), "f": "é".repeat(99) });
+            json!({ "a": null, "b": 1.5, "c": "x", "d": [1, "y"], "e": f64::MAX, "f": "é".repeat(99) });
         let view = ConfigView::root(&config).expect("an object");
         assert_eq!(view.opt_count("a", 1..=9).expect("absent"), None);
         assert!(view.is_written("a") && view.get("a").is_none());

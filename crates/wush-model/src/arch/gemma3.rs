@@ -2,13 +2,13 @@
 //! sliding and full, each with its own RoPE base.
 
 use super::build::{
-    AttentionBias, Builder, Defaults, Dims, LayerType, MAX_LAYERS, activation, layer_types, sliding_window,
+    AttentionBias, Builder, Defaults, Dims, LayerType, MAX_LAYERS, activation, layer_types_or_pattern, query_scale,
+    sliding_window, softcap,
 };
-use super::config::ConfigView;
 use super::rope::rope_spec;
 use super::{Context, Family};
 use crate::error::ModelError;
-use crate::spec::{Activation, LayerSpec, ModelSpec};
+use crate::spec::{Activation, ModelSpec};
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma3",
@@ -43,38 +43,21 @@ fn build(context: &Context<'_>) -> Result<ModelSpec, ModelError> {
     let act = activation(config, "hidden_activation", Activation::GeluTanh)?;
     let attention_bias = config.flag("attention_bias", false)?;
     let bias = AttentionBias { qkv: attention_bias, output: attention_bias };
-    let scalar = config.opt_number("query_pre_attn_scalar", 1e-3..=1e6)?.unwrap_or(256.0);
+    let scale = query_scale(config, 256.0)?;
+    let pattern = config.opt_count("sliding_window_pattern", 1..=MAX_LAYERS)?.unwrap_or(6);
+    let kinds = layer_types_or_pattern(config, dims.n_layers, pattern)?;
     let layer = |(i, kind)| {
         let (rope, window) = match kind {
             LayerType::Full => (full.clone(), None),
             LayerType::Sliding => (sliding.clone(), Some(window)),
         };
         let mut attn = builder.with_head_norms(i, builder.attention(i, bias, Some(rope), window));
-        attn.scale = (1.0 / scalar.sqrt()) as f32;
-        let norm = |module| Some(builder.norm(i, module, dims.hidden));
-        LayerSpec {
-            attn_pre_norm: norm("input_layernorm"),
-            attn,
-            attn_post_norm: norm("post_attention_layernorm"),
-            mlp_pre_norm: norm("pre_feedforward_layernorm"),
-            mlp: builder.mlp(i, false, act),
-            mlp_post_norm: norm("post_feedforward_layernorm"),
-        }
+        attn.scale = scale;
+        builder.sandwich_norm_layer(i, attn, builder.mlp(i, false, act))
     };
-    let kinds = kinds(config, dims.n_layers)?;
     let mut spec = builder.finish(kinds.into_iter().enumerate().map(layer).collect());
     // The reference rounds this to the dtype it computes in; the forward here computes in f32.
     spec.embedding_scale = (dims.hidden as f64).sqrt() as f32;
-    spec.final_logit_softcap = config.opt_number("final_logit_softcapping", 1e-3..=1e6)?.map(|cap| cap as f32);
+    spec.final_logit_softcap = softcap(config, "final_logit_softcapping")?;
     Ok(spec)
-}
-
-/// `layer_types`, or full attention in every `sliding_window_pattern`-th layer.
-fn kinds(config: &ConfigView<'_>, n_layers: usize) -> Result<Vec<LayerType>, ModelError> {
-    if let Some(types) = layer_types(config, n_layers)? {
-        return Ok(types);
-    }
-    let pattern = config.opt_count("sliding_window_pattern", 1..=MAX_LAYERS)?.unwrap_or(6);
-    let kind = |layer: usize| if (layer + 1).is_multiple_of(pattern) { LayerType::Full } else { LayerType::Sliding };
-    Ok((0..n_layers).map(kind).collect())
 }

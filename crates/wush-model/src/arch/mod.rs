@@ -10,6 +10,7 @@ pub mod rope;
 pub mod tensors;
 
 mod build;
+mod gemma2;
 mod gemma3;
 mod llama;
 mod mistral;
@@ -49,6 +50,7 @@ pub const FAMILIES: &[Family] = &[
     mistral::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
+    gemma2::FAMILY,
     gemma3::FAMILY,
     phi3::FAMILY,
     olmo2::FAMILY,

@@ -40,6 +40,8 @@ pub struct Hazard {
 pub enum Sign {
     /// A key that is neither absent, `null`, `false`, zero nor empty.
     On(&'static str),
+    /// [`Sign::On`], in every `model_type` but these: their families run it.
+    OnOutside(&'static str, &'static [&'static str]),
     /// A key that holds at least this number.
     AtLeast(&'static str, u64),
     /// A key with a number other than that of a second key (which must be there).
@@ -204,9 +206,9 @@ pub const HAZARDS: &[Hazard] = &[
     },
     Hazard {
         name: "Attention logit softcapping",
-        signs: &[Sign::On("attn_logit_softcapping")],
+        signs: &[Sign::OnOutside("attn_logit_softcapping", &["gemma2"])],
         ground: Ground::NotBuilt,
-        why: "attention logits pass through a tanh; folding would be exact, but no family here runs it",
+        why: "attention logits pass through a tanh; folding would be exact, but this family's forward pass has none",
         way_out: NO_WAY_YET,
     },
     Hazard {
@@ -314,6 +316,7 @@ impl Sign {
     pub fn describe(&self) -> String {
         match self {
             Self::On(key) => format!("`{key}`"),
+            Self::OnOutside(key, except) => format!("`{key}` (but for {})", except.join(", ")),
             Self::AtLeast(key, least) => format!("`{key}` ≥ {least}"),
             Self::Differs(key, other) => format!("`{key}` ≠ `{other}`"),
             Self::Holds(key, values) => format!("`{key}`: {}", values.join(", ")),
@@ -326,6 +329,10 @@ impl Sign {
 fn shown_by_config(view: &ConfigView<'_>, sign: &Sign) -> Option<String> {
     let (key, is_shown) = match sign {
         Sign::On(key) => (*key, view.get(key).is_some_and(is_on)),
+        Sign::OnOutside(key, except) => {
+            let runs = view.get("model_type").is_some_and(|model_type| holds(model_type, except));
+            (*key, !runs && view.get(key).is_some_and(is_on))
+        }
         Sign::AtLeast(key, least) => (*key, view.get(key)?.as_u64().is_some_and(|n| n >= *least)),
         Sign::Differs(key, other) => (*key, view.get(key)?.as_u64()? != view.get(other)?.as_u64()?),
         Sign::Holds(key, values) => (*key, holds(view.get(key)?, values)),

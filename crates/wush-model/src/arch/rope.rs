@@ -390,3 +390,50 @@ fn apply(
     *spec = scaled;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    /// Four f32 roundings: the reference's power is within one ulp of ours, and interpolation rounds a few times more.
+    const REL_TOL: f64 = 4.0 * f32::EPSILON as f64;
+
+    fn spec_of(case: &Value) -> RopeSpec {
+        let config = ConfigView::root(&case["config"]).expect("an object");
+        let is_phi3 = case["config"]["model_type"] == "phi3";
+        let original = config.opt_count("original_max_position_embeddings", 2..=MAX_POSITIONS).expect("in bounds");
+        let context = RopeContext {
+            head_dim: config.count("head_dim", 2..=256).expect("in bounds"),
+            max_positions: config.count("max_position_embeddings", 1..=MAX_POSITIONS).expect("in bounds"),
+            layer_type: None,
+            theta: ("rope_theta", 1e4),
+            original_positions: original,
+            legacy_longrope: is_phi3,
+            scaled: true,
+            override_scaling: None,
+        };
+        rope_spec(&config, &context).expect("accepted")
+    }
+
+    #[test]
+    fn frequencies_are_the_reference_s() {
+        let cases: Vec<Value> =
+            serde_json::from_str(include_str!("../../../../tests/fixtures/rope/frequencies.json")).expect("JSON");
+        assert_eq!(cases.len(), 16);
+        for case in &cases {
+            let spec = spec_of(case);
+            let found = spec.inverse_frequencies(case["seq_len"].as_u64().expect("a length") as usize);
+            let expected = case["inv_freq"].as_array().expect("a list");
+            assert_eq!(found.len(), expected.len(), "{}", case["name"]);
+            for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+                let (found, expected) = (f64::from(*found), expected.as_f64().expect("a number"));
+                let relative = (found - expected).abs() / expected;
+                assert!(relative <= REL_TOL, "{}: pair {i}: {found:e}, not {expected:e}", case["name"]);
+            }
+            let factor = case["attention_factor"].as_f64().expect("a number");
+            assert!((f64::from(spec.attention_factor) - factor).abs() <= REL_TOL * factor, "{}", case["name"]);
+        }
+    }
+}
