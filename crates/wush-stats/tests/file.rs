@@ -1,0 +1,187 @@
+//! The file: round trip, determinism, and every way in which a hostile one is refused.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use common::{sequences, statistics};
+use proptest::prelude::*;
+use wush_format::FormatError;
+use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use wush_stats::{Statistics, StatsError};
+
+type Tensors = BTreeMap<String, NewTensor>;
+type Metadata = BTreeMap<String, String>;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn save_and_load_are_inverse(seed in any::<u64>(), n in 0usize..5) {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let (first, second) = (dir.path().join("a"), dir.path().join("b"));
+        let statistics = statistics(&sequences(n, seed));
+        let written = statistics.save(&first).expect("writes");
+        let loaded = Statistics::load(&first).expect("what was saved loads");
+        prop_assert_eq!(&loaded, &statistics);
+        prop_assert_eq!(written, loaded.save(&second).expect("writes"));
+    }
+}
+
+fn parts(path: &Path) -> (Tensors, Metadata) {
+    let file = TensorFile::open(path).expect("valid");
+    let tensor = |name: &String| {
+        let view = file.tensor(name).expect("there");
+        NewTensor { dtype: view.dtype, shape: view.shape.to_vec(), bytes: view.bytes.to_vec() }
+    };
+    (file.tensors().keys().map(|name| (name.clone(), tensor(name))).collect(), file.metadata().clone())
+}
+
+/// Loads a good file after an edit.
+fn load_edited(edit: impl FnOnce(&mut Tensors, &mut Metadata)) -> Result<Statistics, StatsError> {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    statistics(&sequences(4, 1)).save(&path).expect("writes");
+    let (mut tensors, mut metadata) = parts(&path);
+    edit(&mut tensors, &mut metadata);
+    write_tensor_file(&path, &tensors, &metadata).expect("writes");
+    Statistics::load(&path)
+}
+
+fn set(tensors: &mut Tensors, name: &str, at: usize, value: f64) {
+    let bytes = &mut tensors.get_mut(name).expect("there").bytes;
+    bytes[at * 8..][..8].copy_from_slice(&value.to_le_bytes());
+}
+
+fn get(tensors: &Tensors, name: &str, at: usize) -> f64 {
+    f64::from_le_bytes(tensors[name].bytes[at * 8..][..8].try_into().expect("8 bytes"))
+}
+
+#[test]
+fn an_unedited_file_loads() {
+    load_edited(|_, _| ()).expect("nothing is wrong with it");
+}
+
+#[test]
+fn matrices_that_no_calibration_gives_are_refused_by_name() {
+    for role in ["key_gram", "query_gram", "value_gram", "output_gram"] {
+        let name = &format!("layers.1.{role}");
+        // Row 2, column 3 of head 0, d = 6: index 15; its mirror 20; the diagonal of row 3: 21.
+        let edits: [(&str, &dyn Fn(&mut Tensors)); 6] = [
+            ("NaN", &|t| set(t, name, 15, f64::NAN)),
+            ("mirrored NaN", &|t| set(t, name, 20, f64::NAN)),
+            ("infinity", &|t| set(t, name, 21, f64::INFINITY)),
+            ("negative diagonal", &|t| set(t, name, 21, -1.0)),
+            ("beyond its diagonal", &|t| {
+                set(t, name, 15, 1e9);
+                set(t, name, 20, 1e9);
+            }),
+            ("asymmetric", &|t| {
+                set(t, name, 0, 10.0);
+                set(t, name, 7, 10.0);
+                set(t, name, 1, 1.0);
+                set(t, name, 6, 1.1);
+            }),
+        ];
+        for (what, edit) in edits {
+            let error = load_edited(|t, _| edit(t)).expect_err(what);
+            let StatsError::Format(FormatError::WrongTensor { name: found, .. }) = &error else {
+                panic!("{role}, {what}: {error}")
+            };
+            assert_eq!(found, name, "{what}");
+        }
+    }
+}
+
+#[test]
+fn asymmetry_within_rounding_is_accepted() {
+    load_edited(|t, _| {
+        let x = get(t, "layers.1.key_gram", 1);
+        set(t, "layers.1.key_gram", 1, x * (1.0 + 1e-13));
+    })
+    .expect("rounding");
+}
+
+#[test]
+fn key_sums_beyond_what_the_gram_allows_are_refused() {
+    for value in [1e6, -1e6, f64::NAN, f64::INFINITY] {
+        let error = load_edited(|t, _| set(t, "layers.0.key_sum", 5, value)).expect_err("impossible");
+        assert!(error.to_string().contains("layers.0.key_sum") && error.to_string().contains("head 1"), "{error}");
+    }
+}
+
+#[test]
+fn tensors_that_are_missing_unknown_or_misshapen_are_refused_by_name() {
+    let remove = |name: &'static str| load_edited(move |t, _| drop(t.remove(name))).expect_err(name).to_string();
+    for name in ["layers.0.key_gram", "layers.1.output_gram", "layers.1.key_sum"] {
+        assert!(remove(name).contains(name), "{name}");
+    }
+    for name in ["layers.2.key", "layers.00.key_gram", "layers.+1.key_gram", "layers.99999999999999999999.key_sum", "x"]
+    {
+        let add = |t: &mut Tensors, _: &mut Metadata| drop(t.insert(name.to_owned(), NewTensor::f64(&[1], &[0.0])));
+        let error = load_edited(add).expect_err(name).to_string();
+        assert!(error.contains("unknown tensor") && error.contains(name), "{error}");
+    }
+    let reshape = |shape: &'static [usize]| {
+        load_edited(move |t, _| t.get_mut("layers.0.key_sum").expect("there").shape = shape.to_vec())
+    };
+    for shape in [&[8][..], &[4, 2], &[1, 8], &[2, 4, 1]] {
+        assert!(matches!(reshape(shape), Err(StatsError::Format(FormatError::WrongTensor { .. }))), "{shape:?}");
+    }
+    let narrow = |t: &mut Tensors, _: &mut Metadata| {
+        drop(t.insert("layers.0.key_gram".into(), NewTensor::f32(&[2, 4, 4], &[0.0; 32])));
+    };
+    assert!(load_edited(narrow).expect_err("f32").to_string().contains("layers.0.key_gram"));
+    assert!(load_edited(|t, _| t.clear()).expect_err("empty").to_string().contains("no layer"));
+}
+
+#[test]
+fn files_of_other_kinds_and_versions_are_refused() {
+    let with = |key: &'static str, value: &'static str| {
+        load_edited(move |_, m| drop(m.insert(key.into(), value.into()))).expect_err(key)
+    };
+    assert!(with("format", "wush-transforms").to_string().contains("wush-statistics"));
+    assert!(matches!(with("version", "2"), StatsError::Format(FormatError::Version { expected: 1, .. })));
+    for key in ["format", "version", "info"] {
+        load_edited(move |_, m| drop(m.remove(key))).expect_err(key);
+    }
+    assert!(with("info", "{}").to_string().contains("info"));
+    assert!(with("info", "[[[[").hint().is_some());
+}
+
+#[test]
+fn counts_that_contradict_each_other_are_refused() {
+    let edit_info = |key: &'static str, value: serde_json::Value| {
+        load_edited(move |_, m| {
+            let mut info: serde_json::Value = serde_json::from_str(&m["info"]).expect("valid");
+            info[key] = value;
+            m.insert("info".into(), info.to_string());
+        })
+    };
+    for (key, value) in [
+        ("positions", 100.into()),
+        ("positions", 1.into()),
+        ("max_seq_len", u64::MAX.into()),
+        ("max_seq_len", 0.into()),
+        ("sequence_hashes", serde_json::json!([])),
+        ("sequence_hashes", serde_json::json!(["abc"])),
+        ("positions", (-1).into()),
+        ("format_version", 2.into()),
+        ("surprise", 1.into()),
+    ] {
+        let error = edit_info(key, value.clone()).expect_err(key);
+        assert!(matches!(error, StatsError::Format(FormatError::Invalid { .. })), "{key} = {value}: {error}");
+    }
+}
+
+#[test]
+fn what_could_not_be_loaded_is_not_saved() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    let mut statistics = statistics(&sequences(2, 1));
+    statistics.layers.get_mut(&0).expect("there").value_gram.data[3] = f64::NAN;
+    let error = statistics.save(&path).expect_err("NaN");
+    assert!(error.to_string().contains("layers.0.value_gram"), "{error}");
+    assert!(!path.exists());
+}
