@@ -2,8 +2,11 @@
 //!
 //! Enters and leaves: row-major slices. Parallelism belongs to the caller, which works on many heads at once.
 
+use faer::diag::Diag;
+use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::matmul::{matmul, triangular};
-use faer::{Accum, MatMut, MatRef, Par};
+use faer::linalg::svd::{ComputeSvdVectors, svd, svd_scratch};
+use faer::{Accum, Mat, MatMut, MatRef, Par};
 
 /// A row-major slice as a faer view.
 pub(crate) fn view(data: &[f64], rows: usize, cols: usize) -> MatRef<'_, f64> {
@@ -48,4 +51,42 @@ pub(crate) fn trace_product(a: &[f64], b: &[f64]) -> f64 {
 /// The transposed of a row-major `[dim, dim]` matrix.
 pub(crate) fn transposed(data: &[f64], dim: usize) -> Vec<f64> {
     (0..dim * dim).map(|i| data[(i % dim) * dim + i / dim]).collect()
+}
+
+/// Thin singular value decomposition A = U·diag(s)·Vᵀ, s descending.
+pub(crate) struct Svd {
+    pub(crate) u: Mat<f64>,
+    pub(crate) s: Vec<f64>,
+    pub(crate) v: Mat<f64>,
+}
+
+/// The decomposition of a finite matrix; none if it does not converge.
+pub(crate) fn thin_svd(a: MatRef<'_, f64>) -> Option<Svd> {
+    let (rows, cols) = a.shape();
+    let size = rows.min(cols);
+    let (mut u, mut v) = (Mat::zeros(rows, size), Mat::zeros(cols, size));
+    let mut s = Diag::zeros(size);
+    let thin = ComputeSvdVectors::Thin;
+    let mut memory = MemBuffer::new(svd_scratch::<f64>(rows, cols, thin, thin, Par::Seq, Default::default()));
+    let stack = MemStack::new(&mut memory);
+    svd(a, s.as_mut(), Some(u.as_mut()), Some(v.as_mut()), Par::Seq, stack, Default::default()).ok()?;
+    let s = s.column_vector().iter().copied().collect();
+    Some(Svd { u, s, v })
+}
+
+/// A new matrix `lhs · rhs`.
+pub(crate) fn multiply(lhs: MatRef<'_, f64>, rhs: MatRef<'_, f64>) -> Mat<f64> {
+    let mut out = Mat::zeros(lhs.nrows(), rhs.ncols());
+    product(out.as_mut(), lhs, rhs);
+    out
+}
+
+/// Every element of `a` through `f`.
+pub(crate) fn map(a: MatRef<'_, f64>, f: impl Fn(f64) -> f64) -> Mat<f64> {
+    Mat::from_fn(a.nrows(), a.ncols(), |i, j| f(a[(i, j)]))
+}
+
+/// Squared Frobenius norm.
+pub(crate) fn squared_norm(a: MatRef<'_, f64>) -> f64 {
+    (0..a.ncols()).map(|j| a.col(j).iter().map(|x| x * x).sum::<f64>()).sum()
 }

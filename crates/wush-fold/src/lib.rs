@@ -20,6 +20,7 @@
 //! ```
 
 mod block;
+mod check;
 mod dense;
 mod error;
 mod fold;
@@ -27,10 +28,13 @@ mod header;
 mod invert;
 mod number;
 mod plan;
+mod read;
 mod report;
 mod write;
 
+pub use check::{HeadCheck, TransformCheck, check_head, check_transform};
 pub use error::{FoldError, Result};
 pub use fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, unfold};
 pub use invert::{Inverse, condition_limit, invert};
+pub use read::HeadWeights;
 pub use report::{FoldReport, HeadError};
