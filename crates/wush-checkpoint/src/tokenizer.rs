@@ -175,3 +175,105 @@ fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const ADDED: &str = r#"[{"id":0,"content":"<eos>","single_word":false,"lstrip":false,"rstrip":false,
+        "normalized":false,"special":true},{"id":5,"content":"plain","single_word":false,"lstrip":false,
+        "rstrip":false,"normalized":false,"special":false}]"#;
+
+    /// A word-level tokenizer that asks for truncation to 2 and padding to 4, with `before` and `after` around a text.
+    fn write_tokenizer(before: &[&str], after: &[&str]) -> TempDir {
+        let special = |name: &&str| format!(r#"{{"SpecialToken":{{"id":"{name}","type_id":0}}}}"#);
+        let mut template: Vec<String> = before.iter().map(special).collect();
+        template.push(r#"{"Sequence":{"id":"A","type_id":0}}"#.to_owned());
+        template.extend(after.iter().map(special));
+        let tokens =
+            r#"{"<s>":{"id":"<s>","ids":[1],"tokens":["<s>"]},"<eos>":{"id":"<eos>","ids":[0],"tokens":["<eos>"]}}"#;
+        let json = format!(
+            r#"{{"version":"1.0","truncation":{{"direction":"Right","max_length":2,"strategy":"LongestFirst","stride":0}},
+            "padding":{{"strategy":{{"Fixed":4}},"direction":"Right","pad_to_multiple_of":null,"pad_id":0,"pad_type_id":0,
+            "pad_token":"<eos>"}},"added_tokens":{ADDED},"normalizer":null,"pre_tokenizer":{{"type":"WhitespaceSplit"}},
+            "post_processor":{{"type":"TemplateProcessing","single":[{}],"pair":[{{"Sequence":{{"id":"A","type_id":0}}}},
+            {{"Sequence":{{"id":"B","type_id":0}}}}],"special_tokens":{tokens}}},"decoder":null,"model":{{"type":"WordLevel",
+            "vocab":{{"<eos>":0,"<s>":1,"a":2,"b":3,"c":4}},"unk_token":"<eos>"}}}}"#,
+            template.join(",")
+        );
+        let dir = tempfile::tempdir().expect("temporary directory");
+        std::fs::write(dir.path().join(TOKENIZER_FILE), json).expect("writable");
+        dir
+    }
+
+    #[test]
+    fn documents_are_neither_truncated_nor_padded() {
+        let dir = write_tokenizer(&["<s>"], &["<eos>"]);
+        let tokenizer = TextTokenizer::open(dir.path()).expect("valid");
+        assert_eq!(tokenizer.encode("a b c a").expect("valid"), [2, 3, 4, 2]);
+        let batch = tokenizer.encode_batch(&["a".to_owned(), "b c <eos> b".to_owned()]).expect("valid");
+        assert_eq!(batch, [vec![2], vec![3, 4, 0, 3]]);
+        assert_eq!(tokenizer.vocab_size(), 6);
+        assert_eq!(tokenizer.decode(&[2, 0]).expect("valid"), "a <eos>");
+    }
+
+    #[test]
+    fn bos_is_what_stands_before_the_text() {
+        for (before, after, expected) in [
+            (vec![], vec![], None),
+            (vec!["<s>"], vec![], Some(1)),
+            (vec!["<s>"], vec!["<eos>"], Some(1)),
+            (vec![], vec!["<eos>"], None),
+        ] {
+            let dir = write_tokenizer(&before, &after);
+            let tokenizer = TextTokenizer::open(dir.path()).expect("valid");
+            assert_eq!(tokenizer.bos(), expected, "{before:?} {after:?}");
+        }
+        let dir = write_tokenizer(&["<s>", "<eos>"], &[]);
+        let error = TextTokenizer::open(dir.path()).expect_err("two tokens in front");
+        assert!(error.to_string().contains("puts 2 tokens in front of a text"), "{error}");
+    }
+
+    #[test]
+    fn special_tokens_are_known_by_their_text() {
+        let dir = write_tokenizer(&[], &[]);
+        let tokenizer = TextTokenizer::open(dir.path()).expect("valid");
+        assert_eq!(tokenizer.special_token("<eos>"), Some(0));
+        assert_eq!(tokenizer.special_token("plain"), None, "added, but not special");
+        assert_eq!(tokenizer.special_token("a"), None, "a word");
+        assert_eq!(tokenizer.special_token("absent"), None);
+    }
+
+    #[test]
+    fn missing_and_broken_files_are_named() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let error = TextTokenizer::open(dir.path()).expect_err("no file");
+        assert!(error.to_string().ends_with(": no tokenizer.json"), "{error}");
+        std::fs::write(dir.path().join("tokenizer.model"), b"").expect("writable");
+        let error = TextTokenizer::open(dir.path()).expect_err("a slow tokenizer");
+        assert!(error.to_string().ends_with("(found tokenizer.model, a slow tokenizer's file)"), "{error}");
+        assert!(error.hint().is_some_and(|hint| hint.contains("use_fast=True") && hint.contains("--calib FILE.json")));
+        std::fs::write(dir.path().join(TOKENIZER_FILE), b"{\"version\":").expect("writable");
+        let error = TextTokenizer::open(dir.path()).expect_err("not JSON");
+        assert!(matches!(error, CheckpointError::Tokenizer { .. }), "{error}");
+    }
+
+    #[test]
+    fn eos_of_one_object() {
+        let eos = |text: &str| eos_of(&serde_json::from_str(text).expect("JSON"), Path::new("config.json"));
+        for (text, expected) in [
+            ("{}", None),
+            (r#"{"eos_token_id":null}"#, None),
+            (r#"{"eos_token_id":[]}"#, None),
+            (r#"{"eos_token_id":7}"#, Some(7)),
+            (r#"{"eos_token_id":[8,9]}"#, Some(8)),
+        ] {
+            assert_eq!(eos(text).expect("valid"), expected, "{text}");
+        }
+        for text in [r#"{"eos_token_id":-1}"#, r#"{"eos_token_id":"a"}"#, r#"{"eos_token_id":[4294967296]}"#] {
+            assert!(eos(text).expect_err(text).to_string().contains("eos_token_id"));
+        }
+    }
+}
