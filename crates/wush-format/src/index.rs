@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::json::{UniqueMap, read_bounded, shown};
+use crate::json::{Object, UniqueMap, read_bounded, shown};
 use crate::manifest::is_inside;
 use crate::{FormatError, Result};
 
@@ -40,7 +40,8 @@ pub fn load_index(path: &Path) -> Result<WeightMap> {
 /// # Errors
 /// `Invalid`.
 pub fn parse_index(path: &Path, json: &[u8]) -> Result<WeightMap> {
-    let index: Index = serde_json::from_slice(json).map_err(|e| FormatError::invalid(path, KIND, e.to_string()))?;
+    let Object::<Index>(index) =
+        serde_json::from_slice(json).map_err(|e| FormatError::invalid(path, KIND, e.to_string()))?;
     let map = index.weight_map.0;
     if map.is_empty() {
         return Err(FormatError::invalid(path, KIND, "weight_map names no tensor"));
@@ -80,7 +81,7 @@ mod tests {
     fn every_defect_is_refused_with_its_reason() {
         let cases = [
             ("", "EOF"),
-            ("[]", "missing field `weight_map`"),
+            (r#"[{"a":"x.safetensors"}]"#, "expected an object"),
             ("{}", "missing field `weight_map`"),
             (r#"{"weight_map":{}}"#, "names no tensor"),
             (r#"{"weight_map":{"a":1}}"#, "expected a string"),

@@ -9,6 +9,7 @@ use std::io::Read;
 use std::marker::PhantomData;
 use std::path::Path;
 
+use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::{FormatError, Result};
@@ -77,6 +78,29 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
             map.insert(key, access.next_value()?);
         }
         Ok(UniqueMap(map))
+    }
+}
+
+/// A struct that must be written as an object: a derived `Deserialize` would also take the bare list of its fields.
+pub(crate) struct Object<T>(pub T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ObjectVisitor(PhantomData))
+    }
+}
+
+struct ObjectVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for ObjectVisitor<T> {
+    type Value = Object<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, access: A) -> Result<Self::Value, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(access)).map(Object)
     }
 }
 

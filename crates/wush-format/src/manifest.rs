@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::atomic::write_file;
 use crate::bundle::{MANIFEST, WUSH_DIR};
 use crate::hash::Sha;
-use crate::json::{read_bounded, shown};
+use crate::json::{Object, read_bounded, shown};
 use crate::{FormatError, Result};
 
 /// Version of the manifest's layout.
@@ -221,12 +221,12 @@ impl Manifest {
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
         let invalid = |e: serde_json::Error| FormatError::invalid(path, KIND, e.to_string());
         // The version first: another version's fields are not this one's errors.
-        let Versioned { format_version } = serde_json::from_slice(json).map_err(invalid)?;
+        let Object(Versioned { format_version }) = serde_json::from_slice(json).map_err(invalid)?;
         if format_version != MANIFEST_VERSION {
             let found = format_version.to_string();
             return Err(FormatError::Version { path: path.to_owned(), kind: KIND, found, expected: MANIFEST_VERSION });
         }
-        let manifest: Self = serde_json::from_slice(json).map_err(invalid)?;
+        let Object::<Self>(manifest) = serde_json::from_slice(json).map_err(invalid)?;
         manifest.check().map_err(|detail| FormatError::invalid(path, KIND, detail))?;
         Ok(manifest)
     }

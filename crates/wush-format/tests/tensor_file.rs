@@ -36,7 +36,7 @@ fn refusal(bytes: Vec<u8>) -> String {
 #[test]
 fn every_documented_defect_is_refused_with_its_reason() {
     let deep = format!(r#"{{"a":{{"dtype":"U8","shape":[{}1],"data_offsets":[0,1]}}}}"#, "1,".repeat(MAX_RANK));
-    let cases: [(&str, &[u8], &str); 23] = [
+    let cases: [(&str, &[u8], &str); 24] = [
         (" {}", b"", "does not begin with {"),
         ("{", b"", "header: EOF"),
         ("{}x", b"", "trailing characters"),
@@ -62,6 +62,7 @@ fn every_documented_defect_is_refused_with_its_reason() {
         (r#"{"a":{"dtype":"F7","shape":[],"data_offsets":[0,1]}}"#, b"a", "tensor \"a\": unknown dtype \"F7\""),
         (r#"{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, b"a", "duplicate field `dtype`"),
         (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":0}}"#, b"a", "unknown field `x`"),
+        (r#"{"a":["U8",[1],[0,1]]}"#, b"a", "expected an object"),
         (r#"{"a":{"dtype":"U8","shape":[1]}}"#, b"a", "missing field `data_offsets`"),
         (r#"{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}"#, b"a", "expected usize"),
         (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}}"#, b"a", "header: "),

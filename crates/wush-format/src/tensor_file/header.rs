@@ -13,7 +13,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
 use super::TensorInfo;
-use crate::json::{UniqueMap, shown};
+use crate::json::{Object, UniqueMap, shown};
 use crate::{FormatError, Result};
 
 /// Longest JSON header, in bytes: the limit of the safetensors format.
@@ -154,7 +154,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
                 // The check comes first: `shown` must still have the name when it fails.
                 let fresh = !header.tensors.contains_key(&name);
                 if fresh {
-                    header.tensors.insert(name.clone(), access.next_value()?);
+                    header.tensors.insert(name.clone(), access.next_value::<Object<RawTensor>>()?.0);
                 }
                 fresh
             };
