@@ -23,7 +23,7 @@ pub struct Solution {
     pub inverse: Vec<f64>,
     /// The scalar c of Eq. 1; 1 for transforms without it.
     pub c: f64,
-    /// Λ of Eq. 1, ascending; empty for transforms without it.
+    /// Λ of Eq. 1, ascending; empty for transforms without it. Scales as tr(M) tr(H), and over- or underflows where that does.
     pub eigenvalues: Vec<f64>,
     /// What the solver found and altered.
     pub info: SolveInfo,
