@@ -17,10 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("wush-model", &["wush-format", "wush-checkpoint"]),
     ("wush-stats", &["wush-format", "wush-checkpoint", "wush-model"]),
     ("wush-fold", &["wush-format", "wush-checkpoint", "wush-model"]),
-    (
-        "wush-inspect",
-        &["wush-format", "wush-checkpoint", "wush-model", "wush-stats", "wush-transform", "wush-fold"],
-    ),
+    ("wush-inspect", &["wush-format", "wush-checkpoint", "wush-model", "wush-stats", "wush-transform", "wush-fold"]),
     (
         "wush-pipeline",
         &[

@@ -64,12 +64,7 @@ fn solve(plan: &ConvertPlan, monitor: &dyn Monitor) -> Result<Transforms> {
 }
 
 /// The statistics and their file's digest: those of an interrupted run that finished this stage, else new ones.
-fn calibrated(
-    model: &Model,
-    plan: &CalibrationPlan,
-    work: &Path,
-    monitor: &dyn Monitor,
-) -> Result<(Statistics, Sha)> {
+fn calibrated(model: &Model, plan: &CalibrationPlan, work: &Path, monitor: &dyn Monitor) -> Result<(Statistics, Sha)> {
     let path = work.join(STATISTICS);
     if path.symlink_metadata().is_ok() {
         let statistics = Statistics::load(&path)?;

@@ -21,8 +21,8 @@ const MODEL: &str = "demo-model";
 const BUNDLE: &str = "demo-model-wush";
 /// The calibration text among the model's files.
 const TEXT: &str = "calibration.txt";
-/// Calibration of the tour: as long as the model's own study used, and done within a minute on two cores.
-const SEQUENCES: usize = 32;
+/// Calibration of the tour: as in the study of the model's README, and done within a minute on two cores.
+const SEQUENCES: usize = 64;
 /// Tokens a sequence.
 const SEQ_LEN: usize = 1024;
 
@@ -56,11 +56,7 @@ fn unpack(files: &[(&str, &[u8])], dir: &Path) -> Result<()> {
 
 fn convert_request(model: &Path, out: PathBuf) -> Result<ConvertRequest> {
     Ok(ConvertRequest {
-        model: ModelRequest {
-            model: model.display().to_string(),
-            device: DeviceChoice::Auto,
-            rope_scaling: None,
-        },
+        model: ModelRequest { model: model.display().to_string(), device: DeviceChoice::Auto, rope_scaling: None },
         calibration: CalibrationRequest {
             source: model.join(TEXT).display().to_string().parse::<CalibSource>()?,
             text_field: DEFAULT_TEXT_FIELD.to_owned(),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use wush_checkpoint::resolve_model;
+use wush_checkpoint::hub::resolve_model;
 use wush_format::atomic::write_file;
 
 use crate::Result;

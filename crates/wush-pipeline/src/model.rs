@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
-use wush_checkpoint::{Checkpoint, resolve_model};
+use wush_checkpoint::Checkpoint;
+use wush_checkpoint::hub::resolve_model;
 use wush_format::hash::Sha;
 use wush_format::manifest::FileEntry;
-use wush_model::arch;
+use wush_model::arch::{self, RopeScaling};
 use wush_model::spec::ModelSpec;
 
 use crate::request::{Device, Environment, ModelRequest};
@@ -23,8 +24,8 @@ pub struct Model {
     pub spec: ModelSpec,
     /// Where the forward pass runs.
     pub device: Device,
-    /// RoPE scaling that was asked for, as typed.
-    pub rope_scaling: Option<String>,
+    /// RoPE scaling that was asked for, instead of the configuration's own.
+    pub rope_scaling: Option<RopeScaling>,
 }
 
 /// Number of KV heads and head dimension of one attention layer.
@@ -49,8 +50,14 @@ impl Model {
             return Err(PipelineError::AlreadyFolded { path: found.dir });
         }
         let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;
-        let rope_scaling = request.rope_scaling.as_ref().map(ToString::to_string);
-        Ok(Self { id: found.id, revision: found.revision, checkpoint, spec, device, rope_scaling })
+        Ok(Self {
+            id: found.id,
+            revision: found.revision,
+            checkpoint,
+            spec,
+            device,
+            rope_scaling: request.rope_scaling,
+        })
     }
 
     /// Shape of the KV heads of layer `layer`.

@@ -1,8 +1,9 @@
 //! Validated plans: what the user asked for, checked once against the model, the text and the disk. Every later step takes its
 //! numbers from here and none of them looks at a request again.
 
-use wush_checkpoint::{TextTokenizer, eos_token_id};
-use wush_data::{CalibSource, PackOptions, Packed};
+use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_id};
+pub use wush_data::DEFAULT_SEQUENCES;
+use wush_data::{PackOptions, Packed};
 use wush_fold::FoldDtype;
 use wush_format::hash::Sha;
 use wush_format::monitor::Monitor;
@@ -22,8 +23,6 @@ use crate::{PipelineError, Result, solve, verify};
 pub const DEFAULT_CALIB: &str = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*";
 /// Column or key of the text.
 pub const DEFAULT_TEXT_FIELD: &str = "text";
-/// Number of sequences of text: the paper's.
-pub const DEFAULT_SEQUENCES: usize = 128;
 /// Tokens a sequence, where the model goes that far: the paper's.
 pub const DEFAULT_SEQ_LEN: usize = 32_768;
 /// Damping γ of Eq. 1: the paper's.
@@ -103,10 +102,10 @@ impl CalibrationPlan {
             positions: n_tokens(&packed.sequences),
             max_seq_len: longest(&packed.sequences) as u64,
             source: packed.source,
-            rope_scaling: model.rope_scaling.clone(),
+            rope_scaling: model.rope_scaling.map(|scaling| scaling.to_string()),
             device: model.device.name().to_owned(),
             compute: model.device.compute().to_owned(),
-            sequence_hashes: packed.sequences.iter().map(|ids| wush_data::sequence_hash(ids)).collect(),
+            sequence_hashes: packed.sequences.iter().map(|ids| wush_stats::sequence_hash(ids)).collect(),
         };
         Ok(Self { sequences: packed.sequences, info })
     }
@@ -177,12 +176,7 @@ impl VerifyPlan {
     ///
     /// # Errors
     /// `Option` for a tolerance that is no positive number.
-    fn new(
-        model: &Model,
-        sequences: &[Vec<u32>],
-        settings: VerifySettings,
-        dtype: FoldDtype,
-    ) -> Result<Option<Self>> {
+    fn new(model: &Model, sequences: &[Vec<u32>], settings: VerifySettings, dtype: FoldDtype) -> Result<Option<Self>> {
         let tolerance = match settings.tolerance {
             Some(value) if value > 0.0 && value.is_finite() => value,
             Some(value) => {
@@ -293,24 +287,34 @@ fn load_sequences(
 ) -> Result<Packed> {
     let is_text = !request.source.is_token_ids();
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
-    let wanted = request.sequences.or(is_text.then_some(DEFAULT_SEQUENCES));
-    if wanted == Some(0) {
-        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(PipelineError::Option { option: "--sequences", expected, found });
-    }
-    let sequences = match (wanted, at_most) {
-        (Some(wanted), Some(at_most)) => Some(wanted.min(at_most)),
-        (wanted, at_most) => wanted.or(at_most),
-    };
     let options = PackOptions {
-        seq_len: seq_len(model, request)?,
-        sequences,
+        seq_len: if is_text { seq_len(model, request)? } else { model.spec.max_position_embeddings },
+        // A file of token ids may hold fewer lists than the cap: it is cut below.
+        sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
         text_field: request.text_field.clone(),
         bos: tokenizer.as_ref().and_then(TextTokenizer::bos),
         eos: eos_token_id(&model.checkpoint)?,
         vocab_size: model.spec.vocab_size,
     };
-    Ok(wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor)?)
+    let mut packed = wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor)?;
+    packed.sequences.truncate(at_most.unwrap_or(usize::MAX));
+    refuse_too_long(model, &packed.sequences)?;
+    Ok(packed)
+}
+
+/// Lists of token ids come in any length; beyond its longest position a model computes nonsense.
+fn refuse_too_long(model: &Model, sequences: &[Vec<u32>]) -> Result<()> {
+    let max = model.spec.max_position_embeddings;
+    match sequences.iter().position(|ids| ids.len() > max) {
+        None => Ok(()),
+        Some(at) => Err(PipelineError::Option {
+            option: "--calib",
+            expected: format!(
+                "sequences of at most {max} tokens, the model's longest position (--rope-scaling extends it)"
+            ),
+            found: format!("{} in sequence {at}", sequences[at].len()),
+        }),
+    }
 }
 
 /// `--seq-len`, which the model must reach; else the paper's, capped by the model.
@@ -392,7 +396,10 @@ mod tests {
     #[test]
     fn dampings_that_are_no_ratio_are_refused() {
         for damping in [-0.01, f64::NAN, f64::INFINITY, 1e7] {
-            assert!(matches!(SolvePlan::new(&settings("wush", damping)), Err(PipelineError::Option { .. })), "{damping}");
+            assert!(
+                matches!(SolvePlan::new(&settings("wush", damping)), Err(PipelineError::Option { .. })),
+                "{damping}"
+            );
         }
         assert_eq!(SolvePlan::new(&settings("wush", 0.0)).expect("no damping is a choice").damping, 0.0);
     }
@@ -405,7 +412,7 @@ mod tests {
 
     #[test]
     fn the_default_source_and_transform_exist() {
-        DEFAULT_CALIB.parse::<CalibSource>().expect("a hub data set");
+        assert_eq!(wush_data::CalibSource::default().to_string(), DEFAULT_CALIB);
         assert!(transform_names().contains(&DEFAULT_TRANSFORM));
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-pub use wush_checkpoint::HubOptions;
+pub use wush_checkpoint::hub::HubOptions;
 pub use wush_data::CalibSource;
 pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use wush_format::hash::Sha;
-use wush_format::manifest::{Calibration, HeadReport, LayerReport, Solve};
+use wush_format::manifest::{HeadReport, LayerReport, Solve};
 use wush_format::monitor::Monitor;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_stats::{LayerStats, Statistics};
@@ -20,9 +20,6 @@ use crate::plan::SolvePlan;
 use crate::report::{SolveReport, WrittenFile};
 use crate::request::{Environment, SolveRequest};
 use crate::{PipelineError, Result};
-
-/// Eq. 4's factor: the Hessians of keys and values are twice the stored sums.
-const HESSIAN_FACTOR: f64 = 2.0;
 
 /// `wush solve`: statistics file to transforms file.
 ///
@@ -57,7 +54,7 @@ pub(crate) fn solve_statistics(
     monitor: &dyn Monitor,
 ) -> Result<Transforms> {
     let heads = statistics.layers.iter().flat_map(|(&layer, stats)| {
-        let shape = HeadShape { n_kv_heads: stats.key_gram.n_heads, head_dim: stats.key_gram.dim };
+        let shape = HeadShape { n_kv_heads: stats.n_kv_heads(), head_dim: stats.head_dim() };
         heads_of(layer, shape, Some(stats))
     });
     let (layers, report) = solve_heads(heads.collect(), plan, monitor)?;
@@ -124,7 +121,9 @@ struct Head<'a> {
 /// Keys first, heads in order: the order of the files.
 fn heads_of(layer: usize, shape: HeadShape, stats: Option<&LayerStats>) -> impl Iterator<Item = Head<'_>> {
     let roles = [Role::Key, Role::Value];
-    roles.into_iter().flat_map(move |role| (0..shape.n_kv_heads).map(move |head| Head { layer, head, role, shape, stats }))
+    roles
+        .into_iter()
+        .flat_map(move |role| (0..shape.n_kv_heads).map(move |head| Head { layer, head, role, shape, stats }))
 }
 
 type Solved = (BTreeMap<usize, LayerTransforms>, Vec<LayerReport>);
@@ -151,12 +150,11 @@ fn solve_heads(heads: Vec<Head<'_>>, plan: &SolvePlan, monitor: &dyn Monitor) ->
 
 fn solve_head(head: &Head<'_>, plan: &SolvePlan) -> Result<Solution> {
     let Head { layer, head: index, role, shape, stats } = *head;
-    let (gram, mut hessian) = match (stats, role) {
+    let (gram, hessian) = match (stats, role) {
         (None, _) => (&[][..], Vec::new()),
-        (Some(stats), Role::Key) => (stats.key_gram.head(index), stats.query_gram.head(index).to_vec()),
-        (Some(stats), Role::Value) => (stats.value_gram.head(index), stats.output_gram.head(index).to_vec()),
+        (Some(stats), Role::Key) => (stats.key_gram.head(index), stats.key_hessian(index)),
+        (Some(stats), Role::Value) => (stats.value_gram.head(index), stats.value_hessian(index)),
     };
-    hessian.iter_mut().for_each(|x| *x *= HESSIAN_FACTOR);
     let problem = HeadProblem { gram, hessian: &hessian, dim: shape.head_dim };
     let settings = Settings { damping: plan.damping, seed: plan.seed, layer, head: index, role };
     let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source };

@@ -32,7 +32,7 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
     let manifest = Manifest::load(&wush.join(MANIFEST))?;
     let sidecar = ValueSidecar::load(&wush.join(VALUE_TRANSFORMS))?;
     let staged = StagedDir::create(&out.path)?;
-    let dtype = UnfoldDtype::LikeQuery;
+    let dtype = UnfoldDtype::Original;
     let done = wush_fold::unfold(&bundle, &spec, &sidecar, staged.path(), dtype, env.monitor).in_stage("unfold")?;
     let written = WrittenDir::measure(staged.path(), &out.path)?;
     staged.commit()?;

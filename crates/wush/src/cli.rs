@@ -13,7 +13,8 @@ use wush_pipeline::request::{
 };
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
-pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C or SIGTERM.";
+pub const EXIT_CODES: &str =
+    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C or SIGTERM.";
 
 /// Data-adaptive transforms that make 2-bit KV caches work.
 #[derive(Debug, Parser)]

@@ -12,8 +12,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use wush_pipeline::request::{DemoRequest, Environment};
-use wush_pipeline::{HubOptions, Monitor, PipelineError};
+use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
+use wush_pipeline::{Monitor, PipelineError};
 
 use crate::cli::{Cli, Command, Format, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
@@ -105,7 +105,12 @@ fn print(text: &str) -> Result<()> {
 fn explain(error: &anyhow::Error) -> ExitCode {
     let pipeline = error.downcast_ref::<PipelineError>();
     let interrupted = pipeline.is_some_and(PipelineError::is_interruption);
-    let message = if interrupted { format!("{error}") } else { format!("error: {error:#}") };
+    let message = match pipeline {
+        Some(stop) if interrupted => stop.to_string(),
+        // Its message tells the causes already.
+        Some(failure) => format!("error: {failure}"),
+        None => format!("error: {error:#}"),
+    };
     let hint = pipeline.and_then(PipelineError::hint).map(|hint| format!("\nhint: {hint}")).unwrap_or_default();
     // A closed stderr leaves the exit code to speak.
     let _ = writeln!(std::io::stderr(), "{message}{hint}");

@@ -60,8 +60,7 @@ impl Monitor for Progress {
         let now = Instant::now();
         let shows_bar = self.is_terminal && self.verbosity != Verbosity::Quiet;
         let bar = shows_bar.then(|| bar(stage, unit, total));
-        *self.stage() =
-            Some(Stage { name: stage.to_owned(), unit, total, done: 0, started: now, last_line: now, bar });
+        *self.stage() = Some(Stage { name: stage.to_owned(), unit, total, done: 0, started: now, last_line: now, bar });
     }
 
     fn advance(&self, n: u64) {

@@ -148,7 +148,11 @@ impl Lines {
     }
 
     fn failed(&mut self, out: &WrittenDir) {
-        let _ = writeln!(self.0, "\nFAILED: the bundle does not compute what its source does; kept for a look at {}", out.path);
+        let _ = writeln!(
+            self.0,
+            "\nFAILED: the bundle does not compute what its source does; kept for a look at {}",
+            out.path
+        );
     }
 
     fn file(&mut self, file: &WrittenFile) {
@@ -208,7 +212,10 @@ impl Lines {
             ),
         );
         let (logit, nll) = (equivalence.max_logit_diff, equivalence.max_nll_diff);
-        self.row("", &format!("mean KL {mean_kl:.1e}, largest difference of a logit {logit:.1e}, of a token's NLL {nll:.1e}"));
+        self.row(
+            "",
+            &format!("mean KL {mean_kl:.1e}, largest difference of a logit {logit:.1e}, of a token's NLL {nll:.1e}"),
+        );
     }
 
     /// Predicted gain and conditioning by layer; heads are summed up by their geometric mean and their worst.
@@ -228,7 +235,11 @@ impl Lines {
         }
         let all = |role: fn(&LayerReport) -> &Vec<HeadReport>| gain(layers.iter().flat_map(role));
         let (key, value) = (all(|layer| &layer.key), all(|layer| &layer.value));
-        let _ = writeln!(self.0, "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean; against any orthogonal transform at equal bits)", "all");
+        let _ = writeln!(
+            self.0,
+            "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean; against any orthogonal transform at equal bits)",
+            "all"
+        );
     }
 }
 

@@ -1,0 +1,266 @@
+//! Bundles: what `convert` writes, that it can be trusted, that it does not depend on threads or on the way it was made.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
+use wush_tests::{Scratch, contents, names};
+
+use crate::common::{args, assert_schema, model, on_demo, on_tiny, text, tiny, wush};
+
+/// bf16 keeps 8 bits of a significand: half a unit in the last place is 2^-9 of a number's power of two, 2^-8 of the number.
+const BF16_UNIT_ROUNDOFF: f64 = 1.0 / 256.0;
+
+fn manifest(bundle: &Path) -> Value {
+    let text = fs::read_to_string(bundle.join("wush/manifest.json")).expect("a manifest");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// Tensors of a one-shard checkpoint, widened.
+fn tensors(dir: &Path) -> BTreeMap<String, (Dtype, Vec<f64>)> {
+    let bytes = fs::read(dir.join("model.safetensors")).expect("read");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let widen = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
+        let data = match view.dtype() {
+            Dtype::BF16 => pairs(view.data(), |x| f64::from(f32::from_bits(u32::from(x) << 16))),
+            Dtype::F32 => {
+                view.data().chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect()
+            }
+            other => panic!("{name}: {other:?}"),
+        };
+        (name.to_owned(), (view.dtype(), data))
+    };
+    file.iter().map(widen).collect()
+}
+
+fn pairs(bytes: &[u8], widen: impl Fn(u16) -> f64) -> Vec<f64> {
+    bytes.chunks_exact(2).map(|b| widen(u16::from_le_bytes([b[0], b[1]]))).collect()
+}
+
+fn is_folded(name: &str) -> bool {
+    name.contains(".v_proj.") || name.contains(".o_proj.")
+}
+
+#[test]
+fn a_converted_model_passes_its_audit() {
+    let scratch = Scratch::new();
+    let report = wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--format", "json"])).json();
+    assert_schema("convert", &report);
+    assert_eq!(report["verdict"], "ok");
+    assert_eq!(report["calibration"]["tokens"], 6 * 96);
+    assert_eq!(report["equivalence"]["passed"], true);
+    assert_eq!(names(scratch.path()), ["bundle"], "nothing but the bundle is left");
+
+    let audit = wush(&scratch).ok(&args([&"inspect", &"bundle", &"--base", &model(), &"--format", &"json"])).json();
+    assert_schema("inspect", &audit);
+    assert_eq!(audit["verdict"], "ok");
+    let checks = audit["checks"].as_array().expect("checks");
+    assert!(checks.len() >= 5 && checks.iter().all(|check| check["ok"] == true), "{checks:#?}");
+    assert_eq!(audit["layers"].as_array().expect("layers").len(), 6);
+    assert_schema("manifest", &manifest(&scratch.join("bundle")));
+}
+
+#[test]
+fn only_value_and_output_projections_change_and_all_other_files_are_copied() {
+    let scratch = Scratch::new();
+    let source = scratch.copy_of(&model(), "source");
+    fs::create_dir(source.join("extra")).expect("created");
+    for (name, content) in
+        [("chat_template.jinja", "{{ x }}"), ("modeling_custom.py", "x = 1\n"), ("extra/LICENSE", "free")]
+    {
+        fs::write(source.join(name), content).expect("written");
+    }
+    let mut command = on_demo("convert", &["--out", "bundle", "--verify-sequences", "0"]);
+    command[1] = "source".to_owned();
+    wush(&scratch).ok(&command);
+
+    let bundle = scratch.join("bundle");
+    let shown: BTreeMap<_, _> = contents(&bundle).into_iter().filter(|(name, _)| !name.starts_with("wush/")).collect();
+    let original: BTreeMap<_, _> = contents(&source).into_iter().collect();
+    assert_eq!(shown.keys().collect::<Vec<_>>(), original.keys().collect::<Vec<_>>());
+    for (name, bytes) in &original {
+        assert!(name == "model.safetensors" || shown[name] == *bytes, "{name} was changed");
+    }
+    let (before, after) = (tensors(&source), tensors(&bundle));
+    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+    for (name, tensor) in &before {
+        assert_eq!(after[name] != *tensor, is_folded(name), "{name}");
+        assert_eq!(after[name].0, tensor.0, "{name}: dtype");
+    }
+    let wush_files: Vec<_> = names(&bundle.join("wush"));
+    assert_eq!(
+        wush_files,
+        ["README.md", "key_transforms.safetensors", "manifest.json", "value_transforms.safetensors"]
+    );
+}
+
+#[test]
+fn the_bytes_depend_neither_on_threads_nor_on_the_way() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&on_demo("convert", &["--out", "one", "--threads", "1"]));
+    program.ok(&on_demo("convert", &["--out", "two", "--threads", "2"]));
+    let one = contents(&scratch.join("one"));
+    assert!(one == contents(&scratch.join("two")), "1 and 2 threads give other bytes");
+
+    program.ok(&on_demo("calibrate", &["--out", "stats.safetensors"]));
+    program.ok(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
+    let mut fold = on_demo("fold", &["--out", "staged"]);
+    fold.insert(2, "transforms.safetensors".to_owned());
+    program.ok(&fold);
+    let staged = contents(&scratch.join("staged"));
+    for ((name, bytes), (staged_name, staged_bytes)) in one.iter().zip(&staged) {
+        assert_eq!(name, staged_name);
+        assert!(bytes == staged_bytes, "{name}: the stages one by one give other bytes than convert");
+    }
+    assert_eq!(one.len(), staged.len());
+}
+
+#[test]
+fn an_f32_fold_changes_no_token() {
+    let scratch = Scratch::new();
+    let report =
+        wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--fold-dtype", "f32", "--format", "json"])).json();
+    let equivalence = &report["equivalence"];
+    assert!(equivalence["max_nll_diff"].as_f64().expect("a number") <= 1e-3, "{equivalence}");
+    assert!(equivalence["tolerance"].as_f64().expect("a number") <= 1e-4, "{equivalence}");
+    for (name, (dtype, _)) in tensors(&scratch.join("bundle")) {
+        assert_eq!(dtype, if is_folded(&name) { Dtype::F32 } else { Dtype::BF16 }, "{name}");
+    }
+    wush(&scratch).ok(&args([&"inspect", &"bundle", &"--base", &model()]));
+}
+
+#[test]
+fn unfolding_gives_the_original_within_rounding() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&on_demo("convert", &["--out", "bundle", "--fold-dtype", "f32", "--verify-sequences", "0"]));
+    let report = program.ok(&["unfold", "bundle", "--out", "back", "--format", "json"]).json();
+    assert_schema("unfold", &report);
+    let (original, back) = (tensors(&model()), tensors(&scratch.join("back")));
+    assert_eq!(original.keys().collect::<Vec<_>>(), back.keys().collect::<Vec<_>>());
+    for (name, (dtype, values)) in &original {
+        let (back_dtype, found) = &back[name];
+        assert_eq!((dtype, values.len()), (back_dtype, found.len()), "{name}");
+        let largest = values.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
+        let diff = values.iter().zip(found).fold(0.0, |a: f64, (x, y)| a.max((x - y).abs()));
+        let tol = if is_folded(name) { BF16_UNIT_ROUNDOFF * largest } else { 0.0 };
+        assert!(diff <= tol, "{name}: {diff:e} > {tol:e}");
+    }
+    assert!(!scratch.join("back/wush").exists());
+}
+
+#[test]
+fn transforms_without_statistics_need_no_text() {
+    let scratch = Scratch::new();
+    for transform in ["identity", "random", "hadamard"] {
+        let out = format!("bundle-{transform}");
+        let command = args([
+            &"convert",
+            &model(),
+            &"--transform",
+            &transform,
+            &"--verify-sequences",
+            &"0",
+            &"--out",
+            &out.as_str(),
+            &"--format",
+            &"json",
+        ]);
+        let report = wush(&scratch).ok(&command).json();
+        assert_schema("convert", &report);
+        assert_eq!(report["calibration"], Value::Null);
+        wush(&scratch).ok(&args([&"inspect", &out.as_str(), &"--base", &model()]));
+    }
+    let seeded = |out: &str, seed: &str| {
+        let command = args([
+            &"convert",
+            &model(),
+            &"--transform",
+            &"random",
+            &"--seed",
+            &seed,
+            &"--verify-sequences",
+            &"0",
+            &"--out",
+            &out,
+        ]);
+        wush(&scratch).ok(&command);
+        contents(&scratch.join(out))
+    };
+    let first = seeded("seed-1", "1");
+    assert!(first == seeded("seed-1-again", "1"));
+    assert!(first != seeded("seed-2", "2"));
+}
+
+#[test]
+fn an_identity_fold_changes_no_weight() {
+    let scratch = Scratch::new();
+    let command = args([
+        &"convert",
+        &model(),
+        &"--transform",
+        &"identity",
+        &"--calib",
+        &text(),
+        &"--seq-len",
+        &"64",
+        &"--out",
+        &"bundle",
+        &"--format",
+        &"json",
+    ]);
+    let report = wush(&scratch).ok(&command).json();
+    assert_eq!(report["equivalence"]["max_logit_diff"], 0.0);
+    let bytes = |dir: &Path| fs::read(dir.join("model.safetensors")).expect("read");
+    assert!(bytes(&model()) == bytes(&scratch.join("bundle")));
+}
+
+#[test]
+fn a_failed_equivalence_check_is_exit_1_and_marked() {
+    let scratch = Scratch::new();
+    let run = wush(&scratch).run(&on_demo("convert", &["--out", "bundle", "--tolerance", "1e-15", "--format", "json"]));
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert_eq!(run.json()["verdict"], "failed");
+    assert_eq!(names(scratch.path()), ["bundle.failed"]);
+    assert_eq!(manifest(&scratch.join("bundle.failed"))["status"], "failed");
+    let card = fs::read_to_string(scratch.join("bundle.failed/wush/README.md")).expect("a card");
+    assert!(card.contains("equivalence check failed"), "{card}");
+    let audit = wush(&scratch).run(&["inspect", "bundle.failed"]);
+    assert_eq!(audit.code, Some(1), "{audit:?}");
+}
+
+#[test]
+fn tampering_is_caught_by_the_audit() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    wush(&scratch).ok(&args([&"inspect", &"bundle", &"--base", &tiny()]));
+    for (name, offset_from_end) in [
+        ("model.safetensors", 8),
+        ("wush/key_transforms.safetensors", 8),
+        ("wush/value_transforms.safetensors", 8),
+        ("config.json", 3),
+    ] {
+        let spoiled = scratch.copy_of(&scratch.join("bundle"), "spoiled");
+        let path = spoiled.join(name);
+        let mut bytes = fs::read(&path).expect("read");
+        let at = bytes.len() - offset_from_end;
+        bytes[at] ^= 0x04;
+        fs::write(&path, bytes).expect("written");
+        let run = wush(&scratch).run(&["inspect", "spoiled"]);
+        assert!(matches!(run.code, Some(1 | 2)), "{name}: {run:?}");
+        fs::remove_dir_all(&spoiled).expect("removed");
+    }
+}
+
+#[test]
+fn the_html_report_is_one_page() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    wush(&scratch).ok(&["inspect", "bundle", "--html", "page.html"]);
+    let page = fs::read_to_string(scratch.join("page.html")).expect("a page");
+    assert!(page.starts_with("<!DOCTYPE html>") || page.starts_with("<!doctype html>"), "{}", &page[..40]);
+    assert!(page.contains("<svg") && !page.contains("http-equiv") && !page.contains("src=\"http"));
+}

@@ -1,0 +1,108 @@
+//! What the end-to-end tests share: the program, a small calibration, and schema checks.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use wush_tests::{Program, Scratch, fixture, root};
+
+/// A short calibration on the demonstration model: done in a moment, and enough to solve.
+pub const SHORT: [&str; 4] = ["--sequences", "6", "--seq-len", "96"];
+
+/// The program, run in `scratch`.
+pub fn wush(scratch: &Scratch) -> Program {
+    Program::new(env!("CARGO_BIN_EXE_wush"), scratch.path())
+}
+
+/// The demonstration model.
+pub fn model() -> PathBuf {
+    fixture("demo-model")
+}
+
+/// Its calibration text.
+pub fn text() -> PathBuf {
+    model().join("calibration.txt")
+}
+
+/// A model that is small enough to be copied and spoiled, made by an independent program.
+pub fn tiny() -> PathBuf {
+    fixture("tiny/llama-gqa")
+}
+
+/// Token ids below 64, as a `--calib` file: a seeded linear congruential sequence.
+pub fn token_ids(scratch: &Scratch, name: &str, n_sequences: usize, len: usize) -> PathBuf {
+    let mut state = 12_345_u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 58) as u32
+    };
+    let lists: Vec<Vec<u32>> = (0..n_sequences).map(|_| (0..len).map(|_| next()).collect()).collect();
+    scratch.write(name, serde_json::to_string(&lists).expect("numbers are JSON"))
+}
+
+/// Arguments as owned strings: paths and options mix.
+pub fn args<const N: usize>(parts: [&dyn AsArg; N]) -> Vec<String> {
+    parts.iter().map(|part| part.as_arg()).collect()
+}
+
+/// Something that can be an argument.
+pub trait AsArg {
+    /// The argument.
+    fn as_arg(&self) -> String;
+}
+
+impl AsArg for &str {
+    fn as_arg(&self) -> String {
+        (*self).to_owned()
+    }
+}
+
+impl AsArg for PathBuf {
+    fn as_arg(&self) -> String {
+        self.to_str().expect("test paths are UTF-8").to_owned()
+    }
+}
+
+/// `command` on the demonstration model with the short calibration, then `more`.
+pub fn on_demo(command: &str, more: &[&str]) -> Vec<String> {
+    let mut all = args([&command, &model(), &"--calib", &text()]);
+    all.extend(SHORT.iter().chain(more).map(|arg| (*arg).to_owned()));
+    all
+}
+
+/// `command` on the tiny model with random token ids, then `more`.
+pub fn on_tiny(scratch: &Scratch, command: &str, model: &Path, more: &[&str]) -> Vec<String> {
+    let ids = token_ids(scratch, "ids.json", 4, 24);
+    let mut all = args([&command, &model.to_owned(), &"--calib", &ids]);
+    all.extend(more.iter().map(|arg| (*arg).to_owned()));
+    all
+}
+
+/// Asserts that `report` fits `schemas/{name}.json`.
+pub fn assert_schema(name: &str, report: &Value) {
+    let path = root().join(format!("schemas/{name}.json"));
+    let text = std::fs::read_to_string(&path).expect("a schema");
+    let schema: Value = serde_json::from_str(&text).expect("JSON");
+    let validator = jsonschema::validator_for(&schema).expect("a valid schema");
+    let errors: Vec<String> = validator.iter_errors(report).map(|e| format!("{}: {e}", e.instance_path())).collect();
+    assert!(errors.is_empty(), "{name}: {errors:#?}");
+}
+
+/// Text with everything that differs between machines or versions left out: times, rates, floats, sizes, hashes, paths.
+pub fn stable(text: &str, scratch: &Scratch) -> String {
+    let path = scratch.path().to_str().expect("test paths are UTF-8");
+    text.replace(path, "[DIR]").replace(root().to_str().expect("test paths are UTF-8"), "[ROOT]")
+}
+
+/// Filters for snapshots: see [`stable`].
+pub fn filters() -> Vec<(&'static str, &'static str)> {
+    vec![
+        (r"[0-9a-f]{64}", "[sha]"),
+        (r"wush \d+\.\d+\.\d+", "wush [version]"),
+        (r"\d+ tokens/s", "[rate]"),
+        (r"[+-]?\d+(\.\d+)?e[+-]?\d+", "[float]"),
+        (r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b", "[bytes]"),
+        (r"\d+(\.\d+)? s\b", "[time]"),
+        (r"[+-]?\d+\.\d+", "[float]"),
+        (r" +\[float\]", " [float]"),
+    ]
+}

@@ -1,0 +1,423 @@
+//! Documented errors, one case each, as a user meets them: exit code 2, one message that names the file, tensor or key, a hint, no
+//! backtrace, and nothing written.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize_to_file};
+use serde_json::{Value, json};
+use wush_tests::{Outcome, Scratch, names};
+
+use crate::common::{args, model, on_tiny, text, tiny, token_ids, wush};
+
+/// Runs `command` and asserts an error that says all of `expected`, with a hint.
+fn assert_error(scratch: &Scratch, command: &[String], expected: &[&str]) -> Outcome {
+    let before = names(scratch.path());
+    let run = wush(scratch).run(command);
+    assert_eq!(run.code, Some(2), "{command:?}: {run:?}");
+    assert!(run.stdout.is_empty(), "{run:?}");
+    let message =
+        run.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_else(|| panic!("no message: {run:?}"));
+    for part in expected {
+        assert!(message.contains(part), "the message does not say {part:?}: {run:?}");
+    }
+    assert!(run.stderr.lines().any(|line| line.starts_with("hint: ")), "no hint: {run:?}");
+    assert!(!run.stderr.contains("panicked") && !run.stderr.contains("stack backtrace"), "{run:?}");
+    assert_eq!(names(scratch.path()), before, "something was left behind: {run:?}");
+    run
+}
+
+/// A copy of the tiny model, spoiled, must be refused by `convert` with a message that says all of `expected`.
+fn assert_refused(spoil: impl FnOnce(&Path), expected: &[&str]) {
+    let scratch = Scratch::new();
+    let model = scratch.copy_of(&tiny(), "model");
+    spoil(&model);
+    let command = on_tiny(&scratch, "convert", &model, &["--out", "bundle"]);
+    assert_error(&scratch, &command, expected);
+}
+
+fn edit_config(model: &Path, edit: impl FnOnce(&mut serde_json::Map<String, Value>)) {
+    let path = model.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).expect("read")).expect("JSON");
+    edit(config.as_object_mut().expect("an object"));
+    fs::write(path, config.to_string()).expect("written");
+}
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn edit_tensors(model: &Path, edit: impl FnOnce(&mut Tensors)) {
+    let path = model.join("model.safetensors");
+    let bytes = fs::read(&path).expect("read");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let own = |(name, view): (&str, TensorView<'_>)| {
+        (name.to_owned(), (view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+    };
+    let mut tensors: Tensors = file.iter().map(own).collect();
+    edit(&mut tensors);
+    save(&path, &tensors);
+}
+
+fn save(path: &Path, tensors: &Tensors) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("a consistent tensor"))
+    });
+    serialize_to_file(views, None, path).expect("written");
+}
+
+/// Splits the one shard into two with an index.
+fn shard(model: &Path) {
+    let path = model.join("model.safetensors");
+    let bytes = fs::read(&path).expect("read");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let (mut parts, mut map) = ([Tensors::new(), Tensors::new()], serde_json::Map::new());
+    for (at, (name, view)) in file.iter().collect::<BTreeMap<_, _>>().into_iter().enumerate() {
+        let name_of_shard = format!("model-0000{}-of-00002.safetensors", at % 2 + 1);
+        map.insert(name.to_owned(), name_of_shard.into());
+        parts[at % 2].insert(name.to_owned(), (view.dtype(), view.shape().to_vec(), view.data().to_vec()));
+    }
+    for (at, part) in parts.iter().enumerate() {
+        save(&model.join(format!("model-0000{}-of-00002.safetensors", at + 1)), part);
+    }
+    fs::remove_file(path).expect("removed");
+    let index = json!({ "metadata": { "total_size": 0 }, "weight_map": map });
+    fs::write(model.join("model.safetensors.index.json"), index.to_string()).expect("written");
+}
+
+#[test]
+fn a_model_that_is_nowhere() {
+    let scratch = Scratch::new();
+    let ids = token_ids(&scratch, "ids.json", 2, 8);
+    let on = |model: &str| args([&"convert", &model, &"--calib", &ids, &"--out", &"bundle"]);
+    assert_error(&scratch, &on("no-org/no-model"), &["no-org/no-model"]);
+    assert_error(&scratch, &on("./no-such-directory"), &["no-such-directory"]);
+    fs::create_dir(scratch.join("empty")).expect("created");
+    assert_error(&scratch, &on("empty"), &["empty"]);
+}
+
+#[test]
+fn a_data_set_without_a_network() {
+    let scratch = Scratch::new();
+    // The default is the paper's data set on the hub.
+    let command = args([&"convert", &model(), &"--out", &"bundle"]);
+    let run = assert_error(&scratch, &command, &["HuggingFaceFW/fineweb-edu"]);
+    assert!(run.stderr.contains("--calib"), "the hint says what to pass: {run:?}");
+}
+
+#[test]
+fn outputs_that_are_there_already() {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.join("bundle")).expect("created");
+    scratch.write("stats.safetensors", "not ours");
+    assert_error(&scratch, &on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]), &["bundle: exists already"]);
+    assert_error(
+        &scratch,
+        &on_tiny(&scratch, "calibrate", &tiny(), &["--out", "stats.safetensors"]),
+        &["exists already"],
+    );
+    fs::create_dir(scratch.join("other.failed")).expect("created");
+    assert_error(
+        &scratch,
+        &on_tiny(&scratch, "convert", &tiny(), &["--out", "other"]),
+        &["other.failed: exists already"],
+    );
+    assert_eq!(fs::read(scratch.join("stats.safetensors")).expect("read"), b"not ours");
+}
+
+#[test]
+fn outputs_that_cannot_be() {
+    let scratch = Scratch::new();
+    let model = scratch.copy_of(&tiny(), "model");
+    assert_error(&scratch, &on_tiny(&scratch, "convert", &model, &["--out", "no/such/dir"]), &["no/such"]);
+    assert_error(&scratch, &on_tiny(&scratch, "convert", &model, &["--out", "model/inside"]), &["inside the source"]);
+    scratch.write("file", "");
+    assert_error(&scratch, &on_tiny(&scratch, "convert", &model, &["--out", "file/below"]), &["file"]);
+}
+
+#[test]
+fn a_bundle_is_not_converted_again() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    let again = on_tiny(&scratch, "convert", &scratch.join("bundle"), &["--out", "twice"]);
+    assert_error(&scratch, &again, &["is a bundle already"]);
+    assert_error(&scratch, &args([&"unfold", &tiny(), &"--out", &"back"]), &["is not a bundle"]);
+}
+
+#[test]
+fn no_cuda_here() {
+    let scratch = Scratch::new();
+    let command = on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle", "--device", "cuda"]);
+    assert_error(&scratch, &command, &["this build has no CUDA backend"]);
+}
+
+#[test]
+fn numbers_out_of_range() {
+    let scratch = Scratch::new();
+    for (option, value) in [
+        ("--damping", "-1"),
+        ("--damping", "NaN"),
+        ("--sequences", "0"),
+        ("--sequences", "5"),
+        ("--shard", "1/9"),
+        ("--threads", "0"),
+        ("--tolerance", "0"),
+    ] {
+        let (command, out) = if option == "--shard" { ("calibrate", "s.safetensors") } else { ("convert", "bundle") };
+        let option = format!("{option}={value}");
+        // One share of nine of four sequences is empty.
+        assert_error(&scratch, &on_tiny(&scratch, command, &tiny(), &["--out", out, &option]), &[]);
+    }
+    let mut long = args([&"convert", &model(), &"--calib", &text(), &"--out", &"bundle", &"--seq-len", &"4097"]);
+    assert_error(&scratch, &long, &["--seq-len", "2 to 4096", "4097"]);
+    let last = long.len() - 1;
+    long[last] = "1".to_owned();
+    assert_error(&scratch, &long, &["--seq-len"]);
+    let ids = scratch.write("long.json", serde_json::to_string(&vec![vec![1; 5000]]).expect("JSON"));
+    assert_error(
+        &scratch,
+        &args([&"convert", &model(), &"--calib", &ids, &"--out", &"bundle"]),
+        &["5000 in sequence 0"],
+    );
+}
+
+#[test]
+fn too_little_text() {
+    let scratch = Scratch::new();
+    let short = scratch.write("short.txt", "Once upon a time there was a very short text.");
+    let command = args([&"convert", &model(), &"--calib", &short, &"--out", &"bundle"]);
+    assert_error(&scratch, &command, &["short.txt", "wanted", "found 0"]);
+    let other = scratch.write("rows.jsonl", "{\"body\": \"no field of that name\"}\n");
+    let command = args([&"convert", &model(), &"--calib", &other, &"--out", &"bundle"]);
+    let run = assert_error(&scratch, &command, &["rows.jsonl", "text", "body"]);
+    assert!(run.stderr.contains("--text-field"), "{run:?}");
+}
+
+#[test]
+fn token_ids_outside_the_vocabulary() {
+    let scratch = Scratch::new();
+    let ids = scratch.write("ids.json", "[[1, 2, 64]]");
+    let command = args([&"convert", &tiny(), &"--calib", &ids, &"--out", &"bundle"]);
+    assert_error(&scratch, &command, &["64", "vocabulary"]);
+}
+
+#[test]
+fn a_missing_tokenizer() {
+    let scratch = Scratch::new();
+    let text = scratch.write("text.txt", "Once upon a time.");
+    assert_error(&scratch, &args([&"convert", &tiny(), &"--calib", &text, &"--out", &"bundle"]), &["tokenizer.json"]);
+}
+
+#[test]
+fn adapters_and_quantized_weights() {
+    assert_refused(
+        |model| fs::write(model.join("adapter_config.json"), "{}").expect("written"),
+        &["adapter_config.json"],
+    );
+    let quantized = json!({ "quant_method": "fp8" });
+    assert_refused(
+        |model| edit_config(model, |config| drop(config.insert("quantization_config".to_owned(), quantized))),
+        &["quantization_config", "fp8"],
+    );
+    assert_refused(
+        |model| {
+            edit_tensors(model, |tensors| {
+                let name = "model.layers.0.self_attn.v_proj.weight";
+                let (_, shape, _) = tensors[name].clone();
+                let bytes = vec![0; shape.iter().product()];
+                tensors.insert(name.to_owned(), (Dtype::F8_E4M3, shape, bytes));
+            });
+        },
+        &["model.layers.0.self_attn.v_proj.weight", "F8_E4M3"],
+    );
+}
+
+#[test]
+fn unknown_and_unsafe_models() {
+    let config = |key: &str, value: Value| {
+        let key = key.to_owned();
+        move |model: &Path| edit_config(model, |config| drop(config.insert(key, value)))
+    };
+    assert_refused(config("model_type", json!("martian")), &["martian"]);
+    assert_refused(config("kv_lora_rank", json!(512)), &["kv_lora_rank"]);
+    assert_refused(config("clip_qkv", json!(8.0)), &["clip_qkv"]);
+    assert_refused(config("num_key_value_heads", json!(3)), &["num_key_value_heads"]);
+    assert_refused(
+        |model| {
+            edit_tensors(model, |tensors| {
+                let norm = tensors["model.norm.weight"].clone();
+                tensors.insert("model.layers.1.self_attn.mystery.weight".to_owned(), norm);
+            });
+        },
+        &["model.layers.1.self_attn.mystery.weight"],
+    );
+}
+
+#[test]
+fn damaged_files() {
+    assert_refused(|model| fs::write(model.join("config.json"), "{").expect("written"), &["config.json"]);
+    assert_refused(|model| fs::remove_file(model.join("config.json")).expect("removed"), &["config.json"]);
+    assert_refused(|model| truncate(&model.join("model.safetensors"), 100), &["model.safetensors"]);
+    assert_refused(|model| truncate(&model.join("model.safetensors"), 4), &["model.safetensors"]);
+    assert_refused(|model| truncate_by(&model.join("model.safetensors"), 1), &["model.safetensors"]);
+    assert_refused(|model| huge_header(&model.join("model.safetensors")), &["model.safetensors"]);
+    assert_refused(
+        |model| edit_tensors(model, |tensors| drop(tensors.remove("model.layers.1.self_attn.o_proj.weight"))),
+        &["model.layers.1.self_attn.o_proj.weight"],
+    );
+}
+
+fn truncate(path: &Path, len: u64) {
+    fs::OpenOptions::new().write(true).open(path).expect("opened").set_len(len).expect("cut");
+}
+
+fn truncate_by(path: &Path, n_bytes: u64) {
+    truncate(path, path.metadata().expect("there").len() - n_bytes);
+}
+
+fn huge_header(path: &Path) {
+    let mut bytes = fs::read(path).expect("read");
+    bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    fs::write(path, bytes).expect("written");
+}
+
+#[test]
+fn sharded_checkpoints_that_do_not_fit_their_index() {
+    assert_refused(
+        |model| {
+            shard(model);
+            fs::remove_file(model.join("model-00002-of-00002.safetensors")).expect("removed");
+        },
+        &["model-00002-of-00002.safetensors"],
+    );
+    assert_refused(
+        |model| {
+            shard(model);
+            let (one, two) =
+                (model.join("model-00001-of-00002.safetensors"), model.join("model-00002-of-00002.safetensors"));
+            fs::copy(one, two).expect("copied");
+        },
+        &["model-0000"],
+    );
+    assert_refused(
+        |model| {
+            shard(model);
+            let index = model.join("model.safetensors.index.json");
+            let text = fs::read_to_string(&index).expect("read");
+            fs::write(index, text.replace("model-00002", "../model-00002")).expect("written");
+        },
+        &["../model-00002-of-00002.safetensors"],
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn links_that_lead_out_of_the_directory() {
+    use std::os::unix::fs::symlink;
+    assert_refused(
+        |model| {
+            let outside = model.parent().expect("in a scratch directory").join("outside.safetensors");
+            fs::rename(model.join("model.safetensors"), &outside).expect("moved");
+            symlink(outside, model.join("model.safetensors")).expect("linked");
+        },
+        &["model.safetensors", "leads out of the checkpoint directory"],
+    );
+    assert_refused(
+        |model| symlink("/etc/passwd", model.join("notes.txt")).expect("linked"),
+        &["notes.txt", "leads out of the checkpoint directory"],
+    );
+}
+
+#[test]
+fn weights_that_are_not_finite() {
+    let nan = |name: &str| {
+        let name = name.to_owned();
+        move |model: &Path| {
+            edit_tensors(model, |tensors| {
+                let (dtype, _, bytes) = tensors.get_mut(&name).expect("there");
+                match dtype {
+                    Dtype::F32 => bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes()),
+                    _ => bytes[..2].copy_from_slice(&0x7fc0_u16.to_le_bytes()),
+                }
+            });
+        }
+    };
+    assert_refused_midway(nan("model.layers.1.self_attn.k_proj.weight"), &["calibrate: layer 1", "keys", "not finite"]);
+    assert_refused_midway(
+        nan("model.layers.0.self_attn.v_proj.weight"),
+        &["calibrate: layer 0", "values", "not finite"],
+    );
+    assert_refused_midway(nan("model.layers.1.self_attn.o_proj.weight"), &["layer 1", "o_proj", "not finite"]);
+}
+
+/// As [`assert_refused`], for what only the forward pass can see: the work directory may be left, no output.
+fn assert_refused_midway(spoil: impl FnOnce(&Path), expected: &[&str]) {
+    let scratch = Scratch::new();
+    let model = scratch.copy_of(&tiny(), "model");
+    spoil(&model);
+    let run = wush(&scratch).run(&on_tiny(&scratch, "convert", &model, &["--out", "bundle"]));
+    assert_eq!(run.code, Some(2), "{run:?}");
+    for part in expected {
+        assert!(run.stderr.contains(part), "the message does not say {part:?}: {run:?}");
+    }
+    assert!(!scratch.join("bundle").exists());
+}
+
+#[test]
+fn files_of_another_kind() {
+    let scratch = Scratch::new();
+    let weights = tiny().join("model.safetensors");
+    assert_error(&scratch, &args([&"solve", &weights, &"--out", &"t.safetensors"]), &["model.safetensors"]);
+    assert_error(&scratch, &args([&"fold", &tiny(), &weights, &"--out", &"bundle"]), &["model.safetensors"]);
+    assert_error(&scratch, &args([&"merge", &weights, &"--out", &"sum.safetensors"]), &["model.safetensors"]);
+    let text = scratch.write("notes.safetensors", "not a tensor file");
+    assert_error(&scratch, &args([&"inspect", &text]), &["notes.safetensors"]);
+    assert_error(&scratch, &args([&"inspect", &"no-such-path"]), &["no-such-path"]);
+    assert_error(&scratch, &args([&"solve", &"no-such-path", &"--out", &"t.safetensors"]), &["no-such-path"]);
+}
+
+/// A file size limit stands in for a full disk: writes fail with an error in the middle of a file.
+#[cfg(unix)]
+#[test]
+fn a_disk_that_fills_up() {
+    let scratch = Scratch::new();
+    // 2048 blocks of 512 bytes hold the sidecars and statistics, not the 10 MB of weights.
+    let command =
+        args([&"convert", &model(), &"--transform", &"hadamard", &"--verify-sequences", &"0", &"--out", &"bundle"]);
+    let limited = wush(&scratch).command_after("trap '' XFSZ; ulimit -f 2048", &command).output().expect("started");
+    let run = Outcome::of(limited);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("error: ") && run.stderr.contains("model.safetensors"), "{run:?}");
+    assert!(names(scratch.path()).is_empty(), "{:?}", names(scratch.path()));
+
+    let stats = on_tiny(&scratch, "calibrate", &tiny(), &["--out", "stats.safetensors"]);
+    let limited = wush(&scratch).command_after("trap '' XFSZ; ulimit -f 1", &stats).output().expect("started");
+    let run = Outcome::of(limited);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert_eq!(names(scratch.path()), ["ids.json"]);
+}
+
+#[test]
+fn corrupted_bundles_never_pass() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    type Spoil = (&'static str, fn(&PathBuf));
+    let cases: &[Spoil] = &[
+        ("wush/manifest.json", |path| fs::remove_file(path).expect("removed")),
+        ("wush/manifest.json", |path| fs::write(path, "{}").expect("written")),
+        ("wush/manifest.json", |path| truncate_by(path, 20)),
+        ("wush/key_transforms.safetensors", |path| fs::remove_file(path).expect("removed")),
+        ("wush/key_transforms.safetensors", |path| truncate_by(path, 1)),
+        ("wush/value_transforms.safetensors", |path| huge_header(path)),
+        ("model.safetensors", |path| truncate_by(path, 1)),
+        ("model.safetensors", |path| fs::remove_file(path).expect("removed")),
+        ("config.json", |path| fs::remove_file(path).expect("removed")),
+    ];
+    for (at, (name, spoil)) in cases.iter().enumerate() {
+        let spoiled = scratch.copy_of(&scratch.join("bundle"), &format!("spoiled-{at}"));
+        spoil(&spoiled.join(name));
+        let run = wush(&scratch).run(&args([&"inspect", &spoiled]));
+        // A plain checkpoint is left when the manifest is gone: no bundle, so nothing to audit.
+        assert!(matches!(run.code, Some(1 | 2)), "case {at}, {name}: {run:?}");
+        assert!(!run.stderr.contains("panicked"), "case {at}, {name}: {run:?}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Kills, signals and resumes: nothing lost, nothing half there, the same bytes in the end.
+
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use wush_tests::{Outcome, Scratch, contents, names, signal};
+
+use crate::common::{args, model, text, wush};
+
+/// Enough groups of sequences that a kill lands between some of them.
+const LONG: [&str; 4] = ["--sequences", "64", "--seq-len", "1024"];
+/// Longest wait for a run to reach a state, generous for a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn command(stage: &str, out: &str, more: &[&str]) -> Vec<String> {
+    let mut all = args([&stage, &model(), &"--calib", &text(), &"--out", &out]);
+    all.extend(LONG.iter().chain(more).map(|arg| (*arg).to_owned()));
+    all
+}
+
+/// Waits until `ready` holds.
+fn wait_for(what: &str, mut ready: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !ready() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// Delays in milliseconds: a seeded sequence that covers start, calibration, solve, fold and verification.
+fn delays(n: usize, longest: u64) -> Vec<u64> {
+    let mut state = 20_261_129_u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % longest
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+#[test]
+fn killed_at_any_moment_and_resumed_gives_the_same_bytes() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let start = Instant::now();
+    program.ok(&command("convert", "whole", &[]));
+    let whole_run = start.elapsed().as_millis() as u64;
+
+    let mut n_kills = 0;
+    for delay in delays(8, whole_run) {
+        let mut child = program
+            .command(&command("convert", "killed", &["--resume"]))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("started");
+        sleep(Duration::from_millis(delay));
+        child.kill().expect("SIGKILL can be sent");
+        let finished = child.wait().expect("waited for").success();
+        let seen = names(scratch.path());
+        assert!(seen.iter().all(|name| !name.ends_with(".failed")), "{seen:?}");
+        if finished {
+            break;
+        }
+        n_kills += 1;
+        assert!(!scratch.join("killed").exists(), "a killed run left its output: {seen:?}");
+    }
+    assert!(n_kills > 0, "no run was killed");
+    if !scratch.join("killed").exists() {
+        program.ok(&command("convert", "killed", &["--resume"]));
+    }
+    assert!(contents(&scratch.join("whole")) == contents(&scratch.join("killed")), "{n_kills} kills left a trace");
+    assert_eq!(names(scratch.path()), ["killed", "whole"], "nothing but the bundles is left");
+}
+
+#[test]
+fn a_killed_calibration_goes_on_from_its_last_save() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&command("calibrate", "whole.safetensors", &[]));
+
+    let partial = scratch.join("part.safetensors.wush-resume");
+    let mut child = program.start(&command("calibrate", "part.safetensors", &[]));
+    wait_for("the first save", || partial.exists() || matches!(child.try_wait(), Ok(Some(_))));
+    child.kill().expect("SIGKILL can be sent");
+    child.wait().expect("waited for");
+    assert!(partial.exists(), "the run ended before it could be killed");
+
+    let again = program.run(&command("calibrate", "part.safetensors", &[]));
+    assert_eq!(again.code, Some(2), "{again:?}");
+    assert!(
+        again.stderr.contains("holds the work of an interrupted run") && again.stderr.contains("--resume"),
+        "{again:?}"
+    );
+
+    let mut other = command("calibrate", "part.safetensors", &["--resume"]);
+    other.extend(["--rope-scaling".to_owned(), "linear:2".to_owned()]);
+    let other = program.run(&other);
+    assert_eq!(other.code, Some(2), "{other:?}");
+    assert!(other.stderr.contains("was begun with another model, other sequences or other settings"), "{other:?}");
+
+    let resumed = program.ok(&command("calibrate", "part.safetensors", &["--resume", "--format", "json"])).json();
+    assert!(resumed["resumed_sequences"].as_u64().expect("a count") > 0);
+    let read = |name: &str| std::fs::read(scratch.join(name)).expect("read");
+    assert!(read("whole.safetensors") == read("part.safetensors"));
+    assert_eq!(names(scratch.path()), ["part.safetensors", "whole.safetensors"]);
+}
+
+#[test]
+fn ctrl_c_stops_cleanly_and_says_how_to_resume() {
+    for name in ["INT", "TERM"] {
+        let scratch = Scratch::new();
+        let program = wush(&scratch);
+        let child = program.start(&command("convert", "bundle", &[]));
+        wait_for("calibration", || scratch.join("bundle.wush-work").exists());
+        signal(&child, name);
+        let run = Outcome::of(child.wait_with_output().expect("waited for"));
+        assert_eq!(run.code, Some(130), "{name}: {run:?}");
+        assert!(
+            run.stderr.contains("interrupted") && run.stderr.contains("hint: ") && run.stderr.contains("--resume"),
+            "{run:?}"
+        );
+        assert!(run.stdout.is_empty(), "{run:?}");
+        assert_eq!(names(scratch.path()), ["bundle.wush-work"]);
+    }
+}
+
+#[test]
+fn the_second_ctrl_c_ends_at_once() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    // Sequences so long that the next safe point is some way off.
+    let mut slow = args([&"calibrate", &model(), &"--calib", &text(), &"--out", &"stats.safetensors"]);
+    slow.extend(["--sequences", "36", "--seq-len", "4096"].map(str::to_owned));
+    let child = program.start(&slow);
+    sleep(Duration::from_millis(600));
+    signal(&child, "INT");
+    sleep(Duration::from_millis(20));
+    signal(&child, "INT");
+    let run = Outcome::of(child.wait_with_output().expect("waited for"));
+    assert_eq!(run.code, Some(130), "{run:?}");
+    assert!(!scratch.join("stats.safetensors").exists());
+}
+
+#[test]
+fn an_interrupted_demo_leaves_nothing() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let child = program.start(&["demo", "--out", "tour"]);
+    wait_for("calibration", || scratch.join(".tour.wush-partial").exists());
+    sleep(Duration::from_millis(200));
+    signal(&child, "INT");
+    let run = Outcome::of(child.wait_with_output().expect("waited for"));
+    assert_eq!(run.code, Some(130), "{run:?}");
+    assert!(names(scratch.path()).is_empty(), "{:?}", names(scratch.path()));
+}
