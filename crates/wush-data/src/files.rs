@@ -21,7 +21,7 @@ pub(crate) struct Files {
 enum Place {
     Local(Vec<PathBuf>),
     /// The data set, and which of its files are text.
-    Hub(HubDataset, Vec<usize>),
+    Hub(Box<HubDataset>, Vec<usize>),
 }
 
 impl Files {
@@ -66,7 +66,7 @@ impl Files {
         let name = format!("hf:{}@{}{glob}", dataset.id, dataset.revision);
         let text: Vec<usize> = (0..dataset.files.len()).filter(|&i| is_text(Path::new(&dataset.files[i]))).collect();
         note_ignored(&name, dataset.files.len() - text.len(), monitor);
-        Self { name, place: Place::Hub(dataset, text) }
+        Self { name, place: Place::Hub(Box::new(dataset), text) }
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -173,8 +173,68 @@ fn is_foreign(path: &str) -> bool {
     FOREIGN_WEIGHTS.iter().any(|end| path.ends_with(end))
 }
 
-/// A file of weights in another format, if the repository has one.
+/// Weights that are there although none are needed, for the message: another format, an adapter, a consolidated copy.
 pub(super) fn foreign_weights(listing: &[RemoteFile]) -> Option<String> {
-    let is_adapter = |path: &str| is_weights(path);
-    listing.iter().map(|file| &file.path).find(|path| is_foreign(path) || is_adapter(path)).cloned()
+    let mut paths = listing.iter().map(|file| &file.path);
+    paths.find(|path| is_foreign(path) || is_weights(path)).cloned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_stay_inside() {
+        for path in ["a", "a/b.json", "refs/pr/1", ".gitattributes", "a b/é.txt"] {
+            assert!(is_safe_path(path), "{path}");
+        }
+        for path in ["", "/a", "..", "a/..", "../a", "a/../b", "./a", "a//b", "a/", "a\\b", "C:a", "a\0b"] {
+            assert!(!is_safe_path(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn ids_follow_the_hubs_rule() {
+        for part in ["Qwen3-8B", "a", "a.b_c-d", &"a".repeat(96)] {
+            assert!(is_id_part(part), "{part}");
+        }
+        for part in ["", ".", "..", "-a", "a-", "a.", "a--b", "a..b", "a b", "é", &"a".repeat(97)] {
+            assert!(!is_id_part(part), "{part}");
+        }
+    }
+
+    #[test]
+    fn only_the_fixed_directory_is_listed() {
+        for (glob, expected) in [
+            ("*", ""),
+            ("**/*.parquet", ""),
+            ("sample/10BT/*", "sample/10BT"),
+            ("data/train-*.parquet", "data"),
+            ("data/a.jsonl", "data"),
+            ("a/{b,c}/d", "a"),
+            ("a/b[0-9]/c", "a"),
+        ] {
+            assert_eq!(fixed_directory(glob), expected, "{glob}");
+        }
+    }
+
+    #[test]
+    fn companions_come_before_weights() {
+        let listing: Vec<RemoteFile> = [
+            "README.md",
+            "adapter_model.safetensors",
+            "config.json",
+            "consolidated.safetensors",
+            "model.fp16.safetensors",
+            "model.safetensors",
+            "original/params.json",
+            "tokenizer.model",
+            "training_args.bin",
+        ]
+        .map(|path| RemoteFile { path: path.to_owned(), size: 1 })
+        .to_vec();
+        let needed: Vec<&str> = needed_model_files(&listing).iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(needed, ["README.md", "config.json", "tokenizer.model", "model.safetensors"]);
+        assert_eq!(foreign_weights(&listing).as_deref(), Some("adapter_model.safetensors"));
+    }
 }
