@@ -143,12 +143,12 @@ VARIANTS = {
     "llama-linear": (lambda: llama(rope_parameters=scaled("linear", factor=4.0)), BF16, old_scaling),
     "llama-dynamic": (lambda: llama(max_position_embeddings=16, rope_parameters=scaled("dynamic", factor=3.0)), BF16, same),
     "llama-yarn": (
-        lambda: llama(head_dim=16, num_attention_heads=2, num_key_value_heads=1, rope_parameters=scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0)),
+        lambda: llama(head_dim=16, num_attention_heads=2, num_key_value_heads=1, rope_parameters=scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=0.8, beta_slow=0.1)),
         BF16,
         old_scaling,
     ),
     "llama-yarn-constants": (
-        lambda: llama(head_dim=16, num_attention_heads=2, num_key_value_heads=1, rope_parameters=scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=3.0, beta_slow=0.5, mscale=1.2, mscale_all_dim=0.7, truncate=False)),
+        lambda: llama(head_dim=16, num_attention_heads=2, num_key_value_heads=1, rope_parameters=scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=1.0, beta_slow=0.2, mscale=1.2, mscale_all_dim=0.7, truncate=False)),
         BF16,
         same,
     ),

@@ -58,6 +58,11 @@ impl<'a> ConfigView<'a> {
         self.object.contains_key(key)
     }
 
+    /// Whether the object has no keys.
+    pub fn is_empty(&self) -> bool {
+        self.object.is_empty()
+    }
+
     /// The dotted name of a key, for messages.
     pub fn name(&self, key: &str) -> String {
         format!("{}{key}", self.path)
@@ -199,8 +204,7 @@ mod tests {
 
     #[test]
     fn null_is_absent_and_other_types_are_refused() {
-        let config =
-            json!({ "a": null, "b": 1.5, "c": "x", "d": [1, "y"], "e": f64::MAX, "f": "é".repeat(99) });
+        let config = json!({ "a": null, "b": 1.5, "c": "x", "d": [1, "y"], "e": f64::MAX, "f": "é".repeat(99) });
         let view = ConfigView::root(&config).expect("an object");
         assert_eq!(view.opt_count("a", 1..=9).expect("absent"), None);
         assert!(view.is_written("a") && view.get("a").is_none());

@@ -2,7 +2,7 @@
 //! gate and up, partial rotary, longrope.
 
 use super::build::{Builder, Defaults, Dims, activation, sliding_window};
-use super::rope::{MAX_POSITIONS, rope_spec};
+use super::rope::rope_spec;
 use super::{Context, Family};
 use crate::error::ModelError;
 use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, QkNorm};
@@ -25,8 +25,7 @@ fn build(context: &Context<'_>) -> Result<ModelSpec, ModelError> {
     let dims = Dims::read(config, &defaults)?;
     let builder = Builder { context, dims: &dims, norm_plus_one: false };
     let mut rope = builder.rope_context(None, ("rope_theta", 1e4), true);
-    let original = config.opt_count("original_max_position_embeddings", 2..=MAX_POSITIONS)?;
-    rope.original_positions = Some(original.unwrap_or(DEFAULT_ORIGINAL_POSITIONS));
+    rope.original_positions = Some(DEFAULT_ORIGINAL_POSITIONS);
     rope.legacy_longrope = true;
     let rope = rope_spec(config, &rope)?;
     let window = sliding_window(config)?;

@@ -90,7 +90,7 @@ pub struct RopeContext<'a> {
     pub layer_type: Option<&'a str>,
     /// Key and default of the base in the old form.
     pub theta: (&'a str, f64),
-    /// `original_max_position_embeddings` when it stands outside the scaling and has precedence (Phi-3).
+    /// The family's `original_max_position_embeddings`, which has precedence over the scaling's (Phi-3).
     pub original_positions: Option<usize>,
     /// Whether "su" and "yarn" are old names of longrope (Phi-3).
     pub legacy_longrope: bool,
@@ -119,9 +119,9 @@ pub fn rope_spec(config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<R
         "default" => fixed(&params, default_inverse_frequencies(params.theta, params.rotary_dim), 1.0),
         "linear" => linear(&params, params.scaling()?.number("factor", FACTOR)?),
         "dynamic" => dynamic(&params, params.scaling()?.number("factor", FACTOR)?, config, context)?,
-        "llama3" => llama3(&params, context)?,
-        "yarn" => yarn(&params, &Yarn::read(&params, context)?),
-        "longrope" => longrope(&params, context)?,
+        "llama3" => llama3(&params, config, context)?,
+        "yarn" => yarn(&params, &Yarn::read(&params, config, context)?),
+        "longrope" => longrope(&params, config, context)?,
         _ => return Err(params.unknown_kind(config)),
     };
     if let Some(asked) = context.override_scaling.filter(|_| context.scaled) {
@@ -132,7 +132,7 @@ pub fn rope_spec(config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<R
 
 fn read_params<'a>(config: &ConfigView<'a>, context: &RopeContext<'a>) -> Result<Params<'a>, ModelError> {
     let new_form = new_form(config, context)?;
-    let old_form = if context.scaled { config.child("rope_scaling")? } else { None };
+    let old_form = if context.scaled { old_form(config, context)? } else { None };
     // An explicit old-form scaling wins over the new form, as in the reference.
     let view = old_form.or(new_form);
     let kind = match &view {
@@ -160,6 +160,17 @@ fn read_params<'a>(config: &ConfigView<'a>, context: &RopeContext<'a>) -> Result
         });
     }
     Ok(Params { view, kind, theta, rotary_dim })
+}
+
+/// `rope_scaling`, unless it is empty. Beside parameters by layer type the reference merges the two; that is refused.
+fn old_form<'a>(config: &ConfigView<'a>, context: &RopeContext<'_>) -> Result<Option<ConfigView<'a>>, ModelError> {
+    let scaling = config.child("rope_scaling")?.filter(|scaling| !scaling.is_empty());
+    match context.layer_type {
+        Some(_) if scaling.is_some() && config.get("rope_parameters").is_some() => {
+            Err(config.error("rope_scaling", "nothing, beside rope_parameters by layer type"))
+        }
+        _ => Ok(scaling),
+    }
 }
 
 /// `rope_parameters`, flat or by layer type as the family wants it; the other form would be read wrongly in silence.
@@ -209,10 +220,16 @@ impl<'a> Params<'a> {
         }
     }
 
-    /// `original_max_position_embeddings`: the family's, else the scaling's, else the model's longest position.
-    fn original_positions(&self, context: &RopeContext<'_>) -> Result<usize, ModelError> {
-        let inner = self.scaling()?.opt_count("original_max_position_embeddings", 2..=MAX_POSITIONS)?;
-        Ok(context.original_positions.or(inner).unwrap_or(context.max_positions))
+    /// `original_max_position_embeddings`: the configuration's own, else the family's, else the scaling's, else the
+    /// model's longest position. Parameters by layer type have only their own, as in the reference.
+    fn original_positions(&self, config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<usize, ModelError> {
+        let key = "original_max_position_embeddings";
+        let inner = self.scaling()?.opt_count(key, 2..=MAX_POSITIONS)?;
+        let outer = match context.layer_type {
+            None => config.opt_count(key, 2..=MAX_POSITIONS)?,
+            Some(_) => None,
+        };
+        Ok(outer.or(context.original_positions).or(inner).unwrap_or(context.max_positions))
     }
 
     fn pairs(&self) -> usize {
@@ -245,14 +262,14 @@ fn dynamic(
 }
 
 /// Llama 3.1: long waves divided by the factor, short ones kept, those between interpolated.
-fn llama3(params: &Params<'_>, context: &RopeContext<'_>) -> Result<RopeSpec, ModelError> {
+fn llama3(params: &Params<'_>, config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<RopeSpec, ModelError> {
     let view = params.scaling()?;
     let factor = view.number("factor", FACTOR)? as f32;
     let (low, high) = (view.number("low_freq_factor", POSITIVE)?, view.number("high_freq_factor", POSITIVE)?);
     if high <= low {
         return Err(view.error("high_freq_factor", format!("more than low_freq_factor ({low})")));
     }
-    let original = params.original_positions(context)? as f64;
+    let original = params.original_positions(config, context)? as f64;
     let scale = |omega: f32| {
         let wave = (2.0 * PI) as f32 / omega;
         if wave > (original / low) as f32 {
@@ -279,9 +296,9 @@ struct Yarn {
 }
 
 impl Yarn {
-    fn read(params: &Params<'_>, context: &RopeContext<'_>) -> Result<Self, ModelError> {
+    fn read(params: &Params<'_>, config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<Self, ModelError> {
         let view = params.scaling()?;
-        let original = params.original_positions(context)?;
+        let original = params.original_positions(config, context)?;
         let factor = match view.opt_number("factor", FACTOR)? {
             Some(factor) => factor,
             None => context.max_positions as f64 / original as f64,
@@ -347,9 +364,9 @@ fn power(params: &Params<'_>, i: usize) -> f32 {
     f64::from(params.theta as f32).powf(f64::from(exponent)) as f32
 }
 
-fn longrope(params: &Params<'_>, context: &RopeContext<'_>) -> Result<RopeSpec, ModelError> {
+fn longrope(params: &Params<'_>, config: &ConfigView<'_>, context: &RopeContext<'_>) -> Result<RopeSpec, ModelError> {
     let view = params.scaling()?;
-    let original_len = params.original_positions(context)?;
+    let original_len = params.original_positions(config, context)?;
     let factor = match view.opt_number("factor", FACTOR)? {
         Some(factor) => factor,
         None => context.max_positions as f64 / original_len as f64,
@@ -403,13 +420,12 @@ mod tests {
     fn spec_of(case: &Value) -> RopeSpec {
         let config = ConfigView::root(&case["config"]).expect("an object");
         let is_phi3 = case["config"]["model_type"] == "phi3";
-        let original = config.opt_count("original_max_position_embeddings", 2..=MAX_POSITIONS).expect("in bounds");
         let context = RopeContext {
             head_dim: config.count("head_dim", 2..=256).expect("in bounds"),
             max_positions: config.count("max_position_embeddings", 1..=MAX_POSITIONS).expect("in bounds"),
             layer_type: None,
             theta: ("rope_theta", 1e4),
-            original_positions: original,
+            original_positions: None,
             legacy_longrope: is_phi3,
             scaled: true,
             override_scaling: None,
