@@ -1,0 +1,188 @@
+//! A bundle on its own: manifest, files, checkpoint, sidecars, the solver's report.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use wush_checkpoint::{Checkpoint, weights_hash};
+use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::{FileEntry, LayerReport, Manifest, Status};
+use wush_format::monitor::Monitor;
+use wush_model::arch;
+use wush_model::spec::ModelSpec;
+
+use crate::inspect::Base;
+use crate::number::{count, shown};
+use crate::report::{Kind, Report};
+use crate::sidecars::{Model, check_key, check_value};
+use crate::{InspectError, Result, base, files};
+
+/// Inspects the bundle in `dir`.
+pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
+    let mut report = Report::new(dir, Kind::Bundle);
+    let wush = dir.join(WUSH_DIR);
+    let manifest = Manifest::load(&wush.join(MANIFEST));
+    match &manifest {
+        Ok(manifest) => check_manifest(&mut report, dir, manifest, monitor)?,
+        Err(error) => report.check("manifest", false, error.to_string()),
+    }
+    let manifest = manifest.ok();
+    let checkpoint = match Checkpoint::open(dir) {
+        Ok(checkpoint) => checkpoint,
+        Err(error) => {
+            report.check("checkpoint", false, error.to_string());
+            return Ok(report);
+        }
+    };
+    let hash = folded_hash(&checkpoint, manifest.as_ref(), &report, monitor)?;
+    let Some(spec) = check_checkpoint(&mut report, &checkpoint) else { return Ok(report) };
+    report.model_hash = Some(hash);
+    if let Some(manifest) = &manifest {
+        let expected = manifest.basis.model_hash;
+        let detail = if expected == hash { format!("{hash}") } else { format!("the manifest says {expected}, found {hash}") };
+        report.check("folded weights", expected == hash, detail);
+        check_layers(&mut report, &manifest.layers, &spec);
+    }
+    let model = Model { spec: &spec, hash: Some(hash) };
+    match KeySidecar::load(&wush.join(KEY_TRANSFORMS)) {
+        Ok(sidecar) => check_key(&mut report, &sidecar, Some(model)),
+        Err(error) => report.check("key sidecar", false, error.to_string()),
+    }
+    let values = match ValueSidecar::load(&wush.join(VALUE_TRANSFORMS)) {
+        Ok(sidecar) => {
+            check_value(&mut report, &sidecar, Some(model));
+            Some(sidecar)
+        }
+        Err(error) => {
+            report.check("value sidecar", false, error.to_string());
+            None
+        }
+    };
+    if let Some(base) = base {
+        check_source(&mut report, manifest.as_ref(), base, monitor)?;
+        base::compare(&mut report, &checkpoint, &spec, values.as_ref(), base, monitor)?;
+    }
+    Ok(report)
+}
+
+/// Everything that the manifest says about itself and the files.
+fn check_manifest(report: &mut Report, dir: &Path, manifest: &Manifest, monitor: &dyn Monitor) -> Result<()> {
+    report.check("manifest", true, format!("version {}, written by {}", manifest.format_version, manifest.tool));
+    report.check_result("files", files::check_listed(dir, &manifest.files, monitor)?);
+    report.check_result("unlisted files", files::check_unlisted(dir, &manifest.files));
+    let complete = manifest.status == Status::Complete;
+    report.check("status", complete, if complete { "complete" } else { "marked as failed when it was made" });
+    check_equivalence(report, manifest);
+    let source = &manifest.source;
+    let revision = source.revision.as_deref().map(|revision| format!(" @ {revision}")).unwrap_or_default();
+    report.fact("source", format!("{}{revision} ({})", source.id, source.family));
+    report.fact("transform", format!("{}, preset {}, damping {}", manifest.solve.transform, manifest.solve.preset, manifest.solve.damping));
+    if let Some(calibration) = &manifest.calibration {
+        describe_calibration(report, calibration);
+    }
+    let fold = &manifest.fold;
+    report.fact("fold", format!("{}, relative error of a head at most {} (layer {})", fold.dtype, shown(fold.max_rel_error), fold.worst_layer));
+    Ok(())
+}
+
+/// What the statistics came from, as facts, and the calibrated length.
+pub(crate) fn describe_calibration(report: &mut Report, calibration: &wush_format::manifest::Calibration) {
+    report.calibrated_length = Some(calibration.max_seq_len);
+    let sequences = calibration.sequences;
+    report.fact("calibration", format!("{}: {} tokens in {sequences} sequences, on {}", calibration.source, calibration.tokens, calibration.device));
+    let scaling = calibration.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
+    report.fact("calibrated length", format!("{} tokens{scaling}", calibration.max_seq_len));
+}
+
+/// The equivalence check of the conversion, decided again from its numbers.
+fn check_equivalence(report: &mut Report, manifest: &Manifest) {
+    let Some(equivalence) = &manifest.equivalence else {
+        return report.fact("equivalence", "not checked when the bundle was made");
+    };
+    let change = (equivalence.nll_bundle - equivalence.nll_source).abs() / equivalence.nll_source.abs();
+    let passed = change <= equivalence.tolerance;
+    let detail = format!(
+        "mean NLL {:.5} → {:.5} nats over {} tokens: {} relative, at most {} allowed; mean KL {}",
+        equivalence.nll_source,
+        equivalence.nll_bundle,
+        equivalence.tokens,
+        shown(change),
+        shown(equivalence.tolerance),
+        shown(equivalence.mean_kl),
+    );
+    report.check("equivalence", passed && equivalence.passed, detail);
+}
+
+/// The checkpoint's spec, or a failed check.
+pub(crate) fn check_checkpoint(report: &mut Report, checkpoint: &Checkpoint) -> Option<ModelSpec> {
+    match arch::resolve(checkpoint, None) {
+        Ok(spec) => {
+            let layers = count(spec.layers.len(), "layer");
+            let shards = count(checkpoint.shards().len(), "shard");
+            report.check("checkpoint", true, format!("{}: {layers}, {shards}, every tensor in its place", spec.family));
+            Some(spec)
+        }
+        Err(error) => {
+            report.check("checkpoint", false, error.to_string());
+            None
+        }
+    }
+}
+
+/// Hash over the weights: from the manifest's digests when those were just found right, else from the files.
+fn folded_hash(checkpoint: &Checkpoint, manifest: Option<&Manifest>, report: &Report, monitor: &dyn Monitor) -> Result<Sha> {
+    let verified = report.checks.iter().any(|check| check.name == "files" && check.ok);
+    let listed: BTreeMap<&str, &FileEntry> =
+        manifest.iter().flat_map(|manifest| &manifest.files).map(|file| (file.path.as_str(), file)).collect();
+    let mut shards = Vec::new();
+    for shard in checkpoint.shards() {
+        if monitor.interrupted() {
+            return Err(InspectError::Interrupted);
+        }
+        match listed.get(shard.file_name.as_str()) {
+            Some(&file) if verified => shards.push(file.clone()),
+            _ => {
+                let (sha256, n_bytes) = hash_file(&checkpoint.dir().join(&shard.file_name))?;
+                shards.push(FileEntry { path: shard.file_name.clone(), n_bytes, sha256 });
+            }
+        }
+    }
+    Ok(weights_hash(&shards))
+}
+
+/// The solver's report: present for every layer and head, or for none; its numbers go to the report's heads.
+fn check_layers(report: &mut Report, layers: &[LayerReport], spec: &ModelSpec) {
+    let found: Vec<_> = layers.iter().map(|layer| (layer.layer, layer.key.len(), layer.value.len())).collect();
+    let heads = |(layer, spec): (usize, &wush_model::spec::LayerSpec)| (layer, spec.attn.n_kv_heads, spec.attn.n_kv_heads);
+    let expected: Vec<_> = spec.layers.iter().enumerate().map(heads).collect();
+    let n_heads: usize = expected.iter().map(|(_, heads, _)| heads).sum();
+    if found.is_empty() {
+        report.fact("solver's report", "none: the transforms needed no statistics");
+        return;
+    }
+    let ok = found == expected;
+    let detail = if ok { format!("{} of {}", count(n_heads, "head"), count(found.len(), "layer")) } else { "layers or heads are not the model's".to_owned() };
+    report.check("solver's report", ok, detail);
+    add_layers(report, layers);
+}
+
+/// Puts the solver's numbers into the report's heads.
+pub(crate) fn add_layers(report: &mut Report, layers: &[LayerReport]) {
+    for layer in layers {
+        for (head, measures) in layer.key.iter().enumerate() {
+            report.head(layer.layer, head).key = Some(measures.clone());
+        }
+        for (head, measures) in layer.value.iter().enumerate() {
+            report.head(layer.layer, head).value = Some(measures.clone());
+        }
+    }
+}
+
+/// Whether the base is what the manifest names as the source.
+fn check_source(report: &mut Report, manifest: Option<&Manifest>, base: &Base, monitor: &dyn Monitor) -> Result<()> {
+    let Some(manifest) = manifest else { return Ok(()) };
+    let (found, expected) = (base.hash(monitor)?, manifest.source.model_hash);
+    let detail = if found == expected { format!("{found}") } else { format!("the manifest says {expected}, the base is {found}") };
+    report.check("base is the source", found == expected, detail);
+    Ok(())
+}

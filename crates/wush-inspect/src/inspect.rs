@@ -1,0 +1,127 @@
+//! What a path is, and which checks it gets.
+
+use std::path::Path;
+
+use wush_checkpoint::{Checkpoint, weights_hash};
+use wush_format::bundle::{KeySidecar, ValueSidecar, WUSH_DIR};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::FileEntry;
+use wush_format::monitor::Monitor;
+use wush_format::tensor_file::TensorFile;
+use wush_model::arch;
+use wush_model::spec::ModelSpec;
+
+use crate::report::{Kind, Report};
+use crate::{InspectError, Result, base, bundle, sidecars, statistics, transforms};
+
+/// Inspects a bundle directory, a checkpoint directory, or a transforms, statistics or sidecar file, by its content; with
+/// `base`, also against the checkpoint that it was made from.
+///
+/// # Errors
+/// A path that is none of these or cannot be read, a base that is no checkpoint, `Interrupted`. Whatever is wrong with a
+/// thing of a known kind is a failed check.
+pub fn inspect(path: &Path, base: Option<&Path>, monitor: &dyn Monitor) -> Result<Report> {
+    let base = base.map(Base::open).transpose()?;
+    let mut report = if path.is_dir() { directory(path, base.as_ref(), monitor)? } else { file(path, base.as_ref(), monitor)? };
+    report.base = base.map(|base| base.checkpoint.dir().display().to_string());
+    Ok(report)
+}
+
+/// The checkpoint that something was made from.
+pub(crate) struct Base {
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) spec: ModelSpec,
+}
+
+impl Base {
+    fn open(dir: &Path) -> Result<Self> {
+        let checkpoint = Checkpoint::open(dir).map_err(InspectError::Base)?;
+        let spec = arch::resolve(&checkpoint, None).map_err(InspectError::BaseModel)?;
+        Ok(Self { checkpoint, spec })
+    }
+
+    /// Digests of the base's shards.
+    pub(crate) fn hash(&self, monitor: &dyn Monitor) -> Result<Sha> {
+        let mut shards = Vec::new();
+        for shard in self.checkpoint.shards() {
+            if monitor.interrupted() {
+                return Err(InspectError::Interrupted);
+            }
+            let (sha256, n_bytes) = hash_file(&self.checkpoint.dir().join(&shard.file_name))?;
+            shards.push(FileEntry { path: shard.file_name.clone(), n_bytes, sha256 });
+        }
+        Ok(weights_hash(&shards))
+    }
+
+    /// Checks that something was made for this model.
+    fn check_hash(&self, report: &mut Report, monitor: &dyn Monitor) -> Result<()> {
+        let found = self.hash(monitor)?;
+        match report.model_hash {
+            Some(expected) if expected == found => report.check("belongs to base", true, format!("model hash {found}")),
+            Some(expected) => report.check("belongs to base", false, format!("made for model {expected}, the base is {found}")),
+            None => report.check("belongs to base", false, format!("names no model; the base is {found}")),
+        }
+        Ok(())
+    }
+}
+
+fn directory(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
+    if path.join(WUSH_DIR).is_dir() {
+        return bundle::inspect(path, base, monitor);
+    }
+    let mut report = Report::new(path, Kind::Checkpoint);
+    let checkpoint = match Checkpoint::open(path) {
+        Ok(checkpoint) => checkpoint,
+        Err(error) if !path.join("config.json").is_file() => {
+            return Err(InspectError::Unknown { path: path.to_owned(), detail: error.to_string() });
+        }
+        Err(error) => {
+            report.check("checkpoint", false, error.to_string());
+            return Ok(report);
+        }
+    };
+    if let Some(spec) = bundle::check_checkpoint(&mut report, &checkpoint)
+        && let Some(base) = base
+    {
+        base::compare(&mut report, &checkpoint, &spec, None, base, monitor)?;
+    }
+    Ok(report)
+}
+
+fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
+    let unknown = |detail: String| InspectError::Unknown { path: path.to_owned(), detail };
+    let metadata = std::fs::metadata(path).map_err(|error| wush_format::FormatError::io(path, "open", error))?;
+    if !metadata.is_file() || path.extension().is_none_or(|extension| extension != "safetensors") {
+        return Err(unknown("expected a directory or a .safetensors file".to_owned()));
+    }
+    let file = TensorFile::open(path)?;
+    let format = file.metadata().get("format").map(String::as_str).unwrap_or_default();
+    let mut report = match format {
+        "wush-transforms" => transforms::inspect(path, &file),
+        wush_stats::FORMAT => statistics::inspect(path, &file, monitor)?,
+        "wush-key-transforms" => {
+            let mut report = Report::new(path, Kind::KeySidecar);
+            match KeySidecar::from_file(&file) {
+                Ok(sidecar) => sidecars::check_key(&mut report, &sidecar, None),
+                Err(error) => report.check("key sidecar", false, error.to_string()),
+            }
+            report
+        }
+        "wush-value-transforms" => {
+            let mut report = Report::new(path, Kind::ValueSidecar);
+            match ValueSidecar::from_file(&file) {
+                Ok(sidecar) => sidecars::check_value(&mut report, &sidecar, None),
+                Err(error) => report.check("value sidecar", false, error.to_string()),
+            }
+            report
+        }
+        other => return Err(unknown(format!("its metadata says format {}", wush_format::json::shown(other)))),
+    };
+    // A sidecar belongs to the folded weights, which are not the base's.
+    if let Some(base) = base
+        && matches!(report.kind, Kind::Transforms | Kind::Statistics)
+    {
+        base.check_hash(&mut report, monitor)?;
+    }
+    Ok(report)
+}

@@ -1,0 +1,111 @@
+//! A statistics file: what was counted, how well conditioned it is, and what the transform would gain.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+use wush_format::manifest::HeadReport;
+use wush_format::monitor::Monitor;
+use wush_format::tensor_file::TensorFile;
+use wush_stats::{LayerStats, Statistics};
+use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, find, solve};
+
+use crate::number::count;
+use crate::report::{Kind, Report};
+use crate::{InspectError, Result};
+
+/// Damping γ of the transform whose gain is shown: the paper's.
+const DAMPING: f64 = 0.01;
+
+/// Inspects a statistics file.
+pub(crate) fn inspect(path: &Path, file: &TensorFile, monitor: &dyn Monitor) -> Result<Report> {
+    let mut report = Report::new(path, Kind::Statistics);
+    let statistics = match Statistics::from_file(file) {
+        Ok(statistics) => statistics,
+        Err(error) => {
+            report.check("statistics", false, error.to_string());
+            return Ok(report);
+        }
+    };
+    describe(&mut report, &statistics);
+    let heads: Vec<(usize, &LayerStats, usize)> = statistics
+        .layers
+        .iter()
+        .flat_map(|(&layer, stats)| (0..stats.n_kv_heads()).map(move |head| (layer, stats, head)))
+        .collect();
+    monitor.begin("measure", "heads", heads.len() as u64);
+    let measured: Result<Vec<_>> = heads
+        .par_iter()
+        .map(|&(layer, stats, head)| {
+            if monitor.interrupted() {
+                return Err(InspectError::Interrupted);
+            }
+            let key = measure(layer, head, Role::Key, stats.key_gram.head(head), &stats.key_hessian(head), stats.head_dim());
+            let value = measure(layer, head, Role::Value, stats.value_gram.head(head), &stats.value_hessian(head), stats.head_dim());
+            monitor.advance(1);
+            Ok((layer, head, key, value, mean_key_energy(stats, head, statistics.info.positions)))
+        })
+        .collect();
+    monitor.end();
+    let mut problems = Vec::new();
+    for (layer, head, key, value, energy) in measured? {
+        let audit = report.head(layer, head);
+        audit.mean_key_energy = energy;
+        for (slot, result) in [(&mut audit.key, key), (&mut audit.value, value)] {
+            match result {
+                Ok(measures) => *slot = Some(measures),
+                Err(problem) => problems.push(problem),
+            }
+        }
+    }
+    let ok = problems.is_empty();
+    let detail = if ok { format!("{} can be solved at damping {DAMPING}", count(heads.len(), "head")) } else { crate::files::list(&problems) };
+    report.check("solvable", ok, detail);
+    Ok(report)
+}
+
+fn describe(report: &mut Report, statistics: &Statistics) {
+    let info = &statistics.info;
+    report.model_hash = Some(info.model_hash);
+    report.calibrated_length = Some(info.max_seq_len);
+    report.check("statistics", !statistics.layers.is_empty(), format!("{}, finite, symmetric, consistent", count(statistics.layers.len(), "layer")));
+    let positions = format!("{} in {}", info.positions, count(info.sequence_hashes.len(), "sequence"));
+    report.check("positions", info.positions > 0, positions);
+    let gap = statistics.layers.keys().enumerate().find(|(at, layer)| at != *layer);
+    report.check("layers", gap.is_none(), gap.map_or_else(|| "without a gap".to_owned(), |(at, _)| format!("layer {at} is missing")));
+    report.fact("model", format!("{} ({})", info.model_id, info.family));
+    report.fact("calibration", format!("{}, on {} in {}", info.source, info.device, info.compute));
+    let scaling = info.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
+    report.fact("calibrated length", format!("{} tokens{scaling}", info.max_seq_len));
+}
+
+/// Conditioning of one pair of statistics, and the gain of its WUSH transform.
+fn measure(layer: usize, head: usize, role: Role, gram: &[f64], hessian: &[f64], dim: usize) -> Result<HeadReport, String> {
+    let place = |detail: String| format!("layer {layer}, KV head {head}: {detail}");
+    let settings = Settings { damping: DAMPING, seed: 0, layer, head, role };
+    let kind = find("wush").map_err(|error| place(error.to_string()))?;
+    let solution = solve(kind, &HeadProblem { gram, hessian, dim }, &settings).map_err(|error| place(error.to_string()))?;
+    solution.info.measures.map(report_of).ok_or_else(|| place("not measured".to_owned()))
+}
+
+fn report_of(measures: HeadMeasures) -> HeadReport {
+    HeadReport {
+        cond_gram: measures.cond_gram,
+        cond_hessian: measures.cond_hessian,
+        cond_transform: measures.cond_transform,
+        rank_gram: measures.rank_gram,
+        rank_hessian: measures.rank_hessian,
+        dead_channels: measures.dead_channels,
+        trace_product_over_bound: measures.trace_product_over_bound,
+        predicted_gain: measures.predicted_gain,
+        imbalance: measures.imbalance,
+    }
+}
+
+/// ‖Σk‖² / (n Σ‖k‖²): 1 when all keys are the same, about 1/n when they have no common direction; none without energy.
+fn mean_key_energy(stats: &LayerStats, head: usize, positions: u64) -> Option<f64> {
+    let dim = stats.head_dim();
+    let sum = stats.key_sum.get(head * dim..(head + 1) * dim)?;
+    let energy: f64 = stats.key_gram.head(head).iter().step_by(dim + 1).sum();
+    let share = sum.iter().map(|x| x * x).sum::<f64>() / (positions as f64 * energy);
+    crate::number::finite(share)
+}

@@ -1,0 +1,64 @@
+//! A transforms file: readable, invertible, with its report.
+
+use std::path::Path;
+
+use wush_fold::{condition_limit, invert};
+use wush_format::tensor_file::TensorFile;
+use wush_format::transforms::{HeadMatrices, Transforms};
+
+use crate::bundle::{add_layers, describe_calibration};
+use crate::number::{count, finite, shown, worse};
+use crate::report::{HeadAudit, Kind, Report};
+
+/// Inspects a transforms file.
+pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
+    let mut report = Report::new(path, Kind::Transforms);
+    let transforms = match Transforms::from_file(file) {
+        Ok(transforms) => transforms,
+        Err(error) => {
+            report.check("transforms", false, error.to_string());
+            return report;
+        }
+    };
+    let n_heads: usize = transforms.layers.values().map(|layer| layer.key.n_heads).sum();
+    let detail = format!("{} and {}, all finite", count(transforms.layers.len(), "layer"), count(n_heads, "KV head"));
+    report.check("transforms", n_heads > 0, detail);
+    report.model_hash = Some(transforms.model_hash);
+    report.fact("transform", format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping));
+    if let Some(calibration) = &transforms.calibration {
+        describe_calibration(&mut report, calibration);
+    }
+    add_layers(&mut report, &transforms.report);
+    if !transforms.report.is_empty() {
+        let complete = transforms.report.iter().map(|layer| (layer.layer, layer.key.len(), layer.value.len())).eq(
+            transforms.layers.iter().map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads)),
+        );
+        report.check("solver's report", complete, if complete { "one entry a head" } else { "layers or heads are not those of the transforms" });
+    }
+    check_role(&mut report, &transforms, "key transforms invertible", |layer| &layer.key, |head, cond| head.key_condition = cond);
+    check_role(&mut report, &transforms, "value transforms invertible", |layer| &layer.value, |head, cond| head.value_condition = cond);
+    report
+}
+
+fn check_role(
+    report: &mut Report,
+    transforms: &Transforms,
+    name: &str,
+    role: fn(&wush_format::transforms::LayerTransforms) -> &HeadMatrices,
+    put: fn(&mut HeadAudit, Option<f64>),
+) {
+    let (mut largest, mut worst, mut within) = (0.0, String::new(), true);
+    for (&layer, entry) in &transforms.layers {
+        let matrices = role(entry);
+        for head in 0..matrices.n_heads {
+            let condition = invert(matrices.head(head), matrices.dim).condition;
+            if condition.is_nan() || condition > largest || worst.is_empty() {
+                worst = format!("layer {layer}, KV head {head}");
+            }
+            largest = worse(largest, condition);
+            within &= condition <= condition_limit(matrices.dim);
+            put(report.head(layer, head), finite(condition));
+        }
+    }
+    report.check(name, within, format!("condition number at most {} ({worst})", shown(largest)));
+}
