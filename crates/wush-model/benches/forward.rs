@@ -1,5 +1,6 @@
 //! Speed of the CPU forward: `cargo bench -p wush-model` (matmul libraries side by side), and with
-//! `WUSH_BENCH_MODEL=DIR [WUSH_BENCH_TOKENS=FILE.json]` the tokens/s of a calibration, Gram matrices included.
+//! `WUSH_BENCH_MODEL=DIR [WUSH_BENCH_TOKENS=FILE.json]` the tokens/s of a calibration, Gram matrices included (that alone
+//! with `-- calibration`).
 //!
 //! The matmul part compares faer, which the backend uses, with the `gemm` crate, which candle-core uses, on the shapes of
 //! a small model's layer; the calibration part is to be read beside `benches/torch/calibrate.py` on the same tokens.
@@ -19,6 +20,11 @@ use wush_model::spec::ModelSpec;
 const REPEATS: usize = 7;
 
 fn main() {
+    if std::env::args().any(|arg| arg == "calibration") {
+        return calibration(Path::new(
+            &std::env::var("WUSH_BENCH_MODEL").expect("WUSH_BENCH_MODEL names a checkpoint"),
+        ));
+    }
     for (rows, depth, cols) in [(256, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (512, 1536, 8960)] {
         matmul_libraries(rows, depth, cols);
     }

@@ -16,12 +16,13 @@ pub(super) fn causal(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Ro
     let mut out = Rows::zeros(q.n_rows, q.width);
     let keys = MatRef::from_row_major_slice(&k.data, k.n_rows, k.width);
     let values = MatRef::from_row_major_slice(&v.data, v.n_rows, v.width);
-    out.data.par_chunks_mut(QUERY_BLOCK * q.width).enumerate().for_each(|(block, out)| {
+    let blocks = out.data.par_chunks_mut(QUERY_BLOCK * q.width).enumerate();
+    blocks.for_each_init(Vec::new, |logits, (block, out)| {
         let n_rows = out.len() / q.width;
         let first = block * QUERY_BLOCK;
         let queries = MatRef::from_row_major_slice(q.slice(first..first + n_rows), n_rows, q.width);
         let strip = Strip { first, queries, keys, values, shape };
-        strip.attend(MatMut::from_row_major_slice_mut(out, n_rows, q.width));
+        strip.attend(MatMut::from_row_major_slice_mut(out, n_rows, q.width), logits);
     });
     out
 }
@@ -37,33 +38,40 @@ struct Strip<'a> {
 }
 
 impl Strip<'_> {
-    fn attend(&self, mut out: MatMut<'_, f32>) {
+    /// Fills `out`; `logits` is scratch that calls on one thread share.
+    fn attend(&self, mut out: MatMut<'_, f32>, logits: &mut Vec<f32>) {
         let AttentionShape { n_heads, n_kv_heads, head_dim, .. } = *self.shape;
         let n_rows = self.queries.nrows();
-        let (start, end) = (self.first_key(0), self.first + n_rows);
-        let mut logits = vec![0.0; n_rows * (end - start)];
+        let start = self.first_key(0);
+        let n_keys = self.first + n_rows - start;
+        logits.resize(n_rows * n_keys, 0.0);
+        let mut sums = vec![0.0; n_rows];
         for head in 0..n_heads {
             let kv_head = head / (n_heads / n_kv_heads);
-            let (first, n_keys) = (kv_head * head_dim, end - start);
+            let first = kv_head * head_dim;
             let keys = self.keys.subrows(start, n_keys).subcols(first, head_dim);
             let values = self.values.subrows(start, n_keys).subcols(first, head_dim);
             let queries = self.queries.subcols(head * head_dim, head_dim);
-            let scores = MatMut::from_row_major_slice_mut(&mut logits, n_rows, end - start);
-            matmul(scores, Accum::Replace, queries, keys.transpose(), 1.0, Par::Seq);
-            self.normalize(&mut logits, start, end);
-            let weights = MatRef::from_row_major_slice(&logits, n_rows, end - start);
-            let into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
-            matmul(into, Accum::Replace, weights, values, 1.0, Par::Seq);
+            let scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
+            matmul(scores, Accum::Replace, queries, keys.transpose(), self.shape.scale, Par::Seq);
+            self.exponentiate(logits, &mut sums, start, n_keys);
+            let weights = MatRef::from_row_major_slice(logits, n_rows, n_keys);
+            let mut into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
+            matmul(into.rb_mut(), Accum::Replace, weights, values, 1.0, Par::Seq);
+            for (i, sum) in sums.iter().enumerate() {
+                let row = into.rb_mut().row_mut(i).try_as_row_major_mut().expect("rows are contiguous");
+                elementwise::scale(row.as_slice_mut(), 1.0 / sum);
+            }
         }
     }
 
-    /// Softmax of every row over the keys it may read; zero elsewhere.
-    fn normalize(&self, logits: &mut [f32], start: usize, end: usize) {
-        for (i, row) in logits.chunks_exact_mut(end - start).enumerate() {
+    /// Every row becomes exp(logit - max) over the keys it may read and zero elsewhere; `sums` gets the rows' sums.
+    fn exponentiate(&self, logits: &mut [f32], sums: &mut [f32], start: usize, n_keys: usize) {
+        for (i, (row, sum)) in logits.chunks_exact_mut(n_keys).zip(sums).enumerate() {
             let read = self.first_key(i) - start..self.first + i + 1 - start;
             row[..read.start].fill(0.0);
             row[read.end..].fill(0.0);
-            elementwise::softmax(&mut row[read], self.shape.scale, self.shape.softcap);
+            *sum = elementwise::exp_and_sum(&mut row[read], self.shape.softcap);
         }
     }
 

@@ -80,22 +80,35 @@ pub(super) fn gate(gate: &mut [f32], up: &[f32], activation: Activation) {
     }
 }
 
-/// Softmax of `logits * scale`, softcapped if asked, in place.
-pub(super) fn softmax(logits: &mut [f32], scale: f32, softcap: Option<f32>) {
+/// `logits = exp(logits - max)` and their sum, after a softcap if asked: a softmax whose division is left to the caller.
+pub(super) fn exp_and_sum(logits: &mut [f32], softcap: Option<f32>) -> f32 {
     vectorized(
         #[inline(always)]
         || {
             if let Some(cap) = softcap {
-                logits.iter_mut().for_each(|x| *x = cap * tanh(*x * scale / cap));
-            } else {
-                logits.iter_mut().for_each(|x| *x *= scale);
+                logits.iter_mut().for_each(|x| *x = cap * tanh(*x / cap));
             }
             let max = max(logits);
-            logits.iter_mut().for_each(|x| *x = exp(*x - max));
-            let inverse = 1.0 / sum(logits, |x| x);
-            logits.iter_mut().for_each(|x| *x *= inverse);
+            let mut lanes = [0.0f32; LANES];
+            let (chunks, rest) = logits.as_chunks_mut::<LANES>();
+            for chunk in chunks {
+                for (lane, x) in lanes.iter_mut().zip(chunk) {
+                    *x = exp(*x - max);
+                    *lane += *x;
+                }
+            }
+            for (lane, x) in lanes.iter_mut().zip(rest) {
+                *x = exp(*x - max);
+                *lane += *x;
+            }
+            lanes.iter().sum()
         },
-    );
+    )
+}
+
+/// `x *= factor`.
+pub(super) fn scale(x: &mut [f32], factor: f32) {
+    x.iter_mut().for_each(|x| *x *= factor);
 }
 
 #[inline(always)]
@@ -137,7 +150,8 @@ fn exp(x: f32) -> f32 {
     // Written so that NaN passes through.
     let x = if x > 88.0 { 88.0 } else { x };
     let x = if tiny { -87.0 } else { x };
-    let n = x * std::f32::consts::LOG2_E + ROUNDER - ROUNDER;
+    let rounded = x * std::f32::consts::LOG2_E + ROUNDER;
+    let n = rounded - ROUNDER;
     let r = x - n * LN2_HIGH - n * LN2_LOW;
     let p = 1.0 / 720.0 + r * (1.0 / 5040.0);
     let p = 1.0 / 120.0 + r * p;
@@ -145,10 +159,9 @@ fn exp(x: f32) -> f32 {
     let p = 1.0 / 6.0 + r * p;
     let p = 0.5 + r * p;
     let p = 1.0 + r * (1.0 + r * p);
-    // |n| ≤ 127 here, or NaN, for which the cast gives 0 and p stays NaN.
-    let bits = ((n as i32) + 127) << 23;
-    let value = p * f32::from_bits(bits as u32);
-    if tiny { 0.0 } else { value }
+    // The low bits of `rounded` are n, and shifting drops the others: this is 2^n. For NaN, p is NaN whatever this is.
+    let power = f32::from_bits(rounded.to_bits().wrapping_add(127) << 23);
+    if tiny { 0.0 } else { p * power }
 }
 
 #[inline(always)]
@@ -206,21 +219,19 @@ mod tests {
     }
 
     #[test]
-    fn softmax_sums_to_one_and_passes_nan_on() {
+    fn exponentials_and_their_sum_make_a_softmax_and_pass_nan_on() {
         let mut logits: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).sin() * 50.0).collect();
         let exact: Vec<f64> = {
-            let max = logits.iter().fold(f64::MIN, |a, &b| a.max(f64::from(b) * 0.5));
-            let e: Vec<f64> = logits.iter().map(|&x| (f64::from(x) * 0.5 - max).exp()).collect();
+            let max = logits.iter().fold(f64::MIN, |a, &b| a.max(f64::from(b)));
+            let e: Vec<f64> = logits.iter().map(|&x| (f64::from(x) - max).exp()).collect();
             let total: f64 = e.iter().sum();
             e.iter().map(|e| e / total).collect()
         };
-        softmax(&mut logits, 0.5, None);
+        let total = exp_and_sum(&mut logits, None);
         for (found, exact) in logits.iter().zip(exact) {
-            assert!((f64::from(*found) - exact).abs() <= 1e-6);
+            assert!((f64::from(*found / total) - exact).abs() <= 1e-6);
         }
-        let mut bad = [1.0, f32::NAN, 0.0];
-        softmax(&mut bad, 1.0, None);
-        assert!(bad.iter().all(|x| x.is_nan()));
+        assert!(exp_and_sum(&mut [1.0, f32::NAN, 0.0], None).is_nan());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::{ROWS_PER_TASK, Rows};
 
 /// Rows of the result that one task computes.
-const ROW_BLOCK: usize = 256;
+const ROW_BLOCK: usize = 512;
 /// Columns of the result that one task computes.
 const COL_BLOCK: usize = 1024;
 
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn blocks_agree_with_the_plain_sum_at_every_border() {
-        for (n_rows, n_cols, depth) in [(1, 1, 1), (3, 5, 7), (256, 1024, 8), (257, 1025, 8), (600, 2100, 4)] {
+        for (n_rows, n_cols, depth) in [(1, 1, 1), (3, 5, 7), (512, 1024, 8), (513, 1025, 8), (1100, 2100, 4)] {
             let (x, w) = (values(n_rows * depth, 1), values(n_cols * depth, 2));
             let mut out = vec![f32::NAN; n_rows * n_cols];
             matmul_transposed(&mut out, &x, &w, depth);

@@ -93,12 +93,7 @@ impl Backend for Cpu {
     }
 
     fn linear(&self, x: &Rows, weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
-        let mut out = Rows::zeros(x.n_rows, weight.n_rows);
-        matmul_transposed(&mut out.data, &x.data, &weight.data, weight.width);
-        if let Some(bias) = bias {
-            out.data.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
-        }
-        out
+        linear(&x.data, weight, bias)
     }
 
     fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
@@ -123,9 +118,8 @@ impl Backend for Cpu {
         let mut out = Rows::zeros(x.n_rows, mlp.down.n_rows);
         let blocks = x.data.chunks(MLP_ROWS * x.width).zip(out.data.chunks_mut(MLP_ROWS * mlp.down.n_rows));
         for (rows, out) in blocks {
-            let block = Rows { n_rows: rows.len() / x.width, width: x.width, data: rows.to_vec() };
-            let mut gate = self.linear(&block, mlp.gate, mlp.biases[0]);
-            let up = self.linear(&block, mlp.up, mlp.biases[1]);
+            let mut gate = linear(rows, mlp.gate, mlp.biases[0]);
+            let up = linear(rows, mlp.up, mlp.biases[1]);
             let task = ROWS_PER_TASK * gate.width;
             gate.data
                 .par_chunks_mut(task)
@@ -189,4 +183,14 @@ impl Backend for Cpu {
     fn to_host(&self, x: &Rows) -> Vec<f32> {
         x.data.clone()
     }
+}
+
+/// `x Wᵀ + b` for rows as long as the weight's.
+fn linear(x: &[f32], weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
+    let mut out = Rows::zeros(x.len() / weight.width, weight.n_rows);
+    matmul_transposed(&mut out.data, x, &weight.data, weight.width);
+    if let Some(bias) = bias {
+        out.data.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
+    }
+    out
 }
