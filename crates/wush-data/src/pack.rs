@@ -261,7 +261,7 @@ mod tests {
             let mut packer = Packer::new(&options);
             packer.push(left, true);
             packer.push(right, false);
-            prop_assert_eq!(packer.finish("test")?, pack(&[ids.clone()], &options)?);
+            prop_assert_eq!(packer.finish("test")?, pack(std::slice::from_ref(&ids), &options)?);
         }
     }
 }
