@@ -296,15 +296,15 @@ proptest! {
     #[test]
     fn sidecars_and_transforms_read_back(layers in prop::collection::btree_map(0_usize..200, pair(), 1..4)) {
         let model_hash = Sha::of(b"model");
-        let key = |(&layer, (n_kv_heads, head_dim, key, query)): (&usize, &(usize, usize, Vec<f32>, Vec<f32>))| {
-            let layer_of = KeyLayer { n_kv_heads: *n_kv_heads, head_dim: *head_dim, key: key.clone(), query: query.clone() };
-            (layer, layer_of)
-        };
-        round_trip!(KeySidecar, KeySidecar { layers: layers.iter().map(key).collect(), model_hash });
-        let value = |(&layer, (n_kv_heads, head_dim, value, _)): (&usize, &(usize, usize, Vec<f32>, Vec<f32>))| {
-            (layer, ValueLayer { n_kv_heads: *n_kv_heads, head_dim: *head_dim, value: value.clone() })
-        };
-        round_trip!(ValueSidecar, ValueSidecar { layers: layers.iter().map(value).collect(), model_hash });
+        let mut keys = KeySidecar { layers: BTreeMap::new(), model_hash };
+        let mut values = ValueSidecar { layers: BTreeMap::new(), model_hash };
+        for (&layer, &(n_kv_heads, head_dim, ref first, ref second)) in &layers {
+            let key = KeyLayer { n_kv_heads, head_dim, key: first.clone(), query: second.clone() };
+            keys.layers.insert(layer, key);
+            values.layers.insert(layer, ValueLayer { n_kv_heads, head_dim, value: first.clone() });
+        }
+        round_trip!(KeySidecar, keys);
+        round_trip!(ValueSidecar, values);
         let wide = |n_heads: &usize, dim: &usize, data: &[f32]| {
             HeadMatrices { n_heads: *n_heads, dim: *dim, data: data.iter().map(|&x| f64::from(x) / 3.0).collect() }
         };
