@@ -178,11 +178,10 @@ fn check_matrices(path: &Path, name: &str, matrices: &HeadMatrices) -> Result<()
             }
             for j in 0..i {
                 let bound = at(i, i).sqrt() * at(j, j).sqrt();
-                // Written so that a NaN fails.
-                if !(at(i, j).abs() <= bound * (1.0 + ROUNDING_REL_TOL)) {
+                if !within(at(i, j), bound * (1.0 + ROUNDING_REL_TOL)) {
                     return Err(refuse(i, j, "a Gram matrix, |A_ij| <= sqrt(A_ii A_jj)"));
                 }
-                if !((at(i, j) - at(j, i)).abs() <= bound * ROUNDING_REL_TOL) {
+                if !within(at(i, j) - at(j, i), bound * ROUNDING_REL_TOL) {
                     return Err(refuse(i, j, "a symmetric matrix"));
                 }
             }
@@ -191,13 +190,18 @@ fn check_matrices(path: &Path, name: &str, matrices: &HeadMatrices) -> Result<()
     Ok(())
 }
 
+/// Whether |x| ≤ bound; false for a NaN on either side.
+pub(crate) fn within(x: f64, bound: f64) -> bool {
+    x.abs() <= bound
+}
+
 /// (Σ k_i)² ≤ n Σ k_i² for every coordinate.
 fn check_key_sum(path: &Path, name: &str, stats: &LayerStats, positions: u64) -> Result<()> {
     let dim = stats.head_dim();
     for (at, &sum) in stats.key_sum.iter().enumerate() {
         let (head, i) = (at / dim, at % dim);
         let bound = (positions as f64).sqrt() * stats.key_gram.head(head)[i * dim + i].sqrt();
-        if !(sum.abs() <= bound * (1.0 + ROUNDING_REL_TOL)) {
+        if !within(sum, bound * (1.0 + ROUNDING_REL_TOL)) {
             let expected = format!("at most {bound:e} in magnitude, given {positions} positions and key_gram");
             return Err(wrong(path, name, &expected, format!("{sum:e} in head {head}, coordinate {i}")).into());
         }

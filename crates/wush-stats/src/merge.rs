@@ -6,6 +6,7 @@ use std::fmt::Debug;
 use wush_format::hash::Sha;
 use wush_format::transforms::HeadMatrices;
 
+use crate::file::within;
 use crate::statistics::{LayerStats, Statistics, StatsInfo};
 use crate::{Result, StatsError};
 
@@ -96,7 +97,7 @@ impl Comparison {
             for at in 0..dim * dim {
                 let (i, j) = (at / dim, at % dim);
                 let scale = a[i * dim + i].sqrt() * a[j * dim + j].sqrt();
-                if !((a[at] - b[at]).abs() <= OUTPUT_GRAM_REL_TOL * scale) {
+                if !within(a[at] - b[at], OUTPUT_GRAM_REL_TOL * scale) {
                     let what = format!("layer {layer}, head {head}, output_gram[{i}, {j}]");
                     return self.same(&what, &a[at], &b[at]);
                 }

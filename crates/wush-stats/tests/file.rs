@@ -13,6 +13,7 @@ use wush_stats::{Statistics, StatsError};
 
 type Tensors = BTreeMap<String, NewTensor>;
 type Metadata = BTreeMap<String, String>;
+type Edit<'a> = &'a dyn Fn(&mut Tensors);
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
@@ -68,7 +69,7 @@ fn matrices_that_no_calibration_gives_are_refused_by_name() {
     for role in ["key_gram", "query_gram", "value_gram", "output_gram"] {
         let name = &format!("layers.1.{role}");
         // Row 2, column 3 of head 0, d = 6: index 15; its mirror 20; the diagonal of row 3: 21.
-        let edits: [(&str, &dyn Fn(&mut Tensors)); 6] = [
+        let edits: [(&str, Edit<'_>); 6] = [
             ("NaN", &|t| set(t, name, 15, f64::NAN)),
             ("mirrored NaN", &|t| set(t, name, 20, f64::NAN)),
             ("infinity", &|t| set(t, name, 21, f64::INFINITY)),

@@ -43,14 +43,14 @@ pub fn hadamard(dim: usize) -> Result<Vec<f64>> {
 
 /// Entry of Sylvester's matrix: (−1)^(number of common one bits).
 fn sylvester_sign(row: usize, col: usize) -> i8 {
-    if (row & col).count_ones() % 2 == 0 { 1 } else { -1 }
+    if (row & col).count_ones().is_multiple_of(2) { 1 } else { -1 }
 }
 
 /// The factor that Sylvester doubling starts from.
 fn base_signs(order: usize) -> Option<Vec<i8>> {
     match order {
         1 => Some(vec![1]),
-        _ if order % 4 != 0 => None,
+        _ if !order.is_multiple_of(4) => None,
         _ => paley_one(order).or_else(|| paley_two(order)),
     }
 }
@@ -110,7 +110,7 @@ fn bordered_jacobsthal(q: usize, left: i8) -> Vec<i8> {
 }
 
 fn is_prime(n: usize) -> bool {
-    n > 1 && (2..).take_while(|i| i * i <= n).all(|i| n % i != 0)
+    n > 1 && (2..).take_while(|i| i * i <= n).all(|i| !n.is_multiple_of(i))
 }
 
 #[cfg(test)]

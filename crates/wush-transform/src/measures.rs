@@ -4,9 +4,9 @@
 
 use faer::{Mat, MatRef};
 
-use crate::Result;
 use crate::dense::{self, from_rows, product, symmetrized};
 use crate::pair::{Pair, check_finite, check_shape, noise_rel_tol, saturated_ratio};
+use crate::{HeadProblem, Result};
 
 /// Above this ratio of the extreme eigenvalues of TᵀT, each of which carries d·ε of the largest as error, the condition
 /// number of T is good to d·ε / 2^-20 < 10^-7 for d ≤ 256.
@@ -39,20 +39,14 @@ pub struct HeadMeasures {
     pub imbalance: f64,
 }
 
-/// Measures any invertible transform on a pair of statistics.
+/// Measures any invertible transform on a head's statistics.
 ///
-/// All matrices are row-major `[dim, dim]`; `inverse` is T^{-1}; `damping` enters the condition numbers only.
+/// `transform` is T, `inverse` T^{-1}, row-major `[dim, dim]`; `damping` enters the condition numbers only.
 ///
 /// # Errors
 /// Input that is no pair of symmetric positive semidefinite matrices, non-finite transforms, `NoConvergence`.
-pub fn measure(
-    transform: &[f64],
-    inverse: &[f64],
-    gram: &[f64],
-    hessian: &[f64],
-    dim: usize,
-    damping: f64,
-) -> Result<HeadMeasures> {
+pub fn measure(transform: &[f64], inverse: &[f64], problem: &HeadProblem<'_>, damping: f64) -> Result<HeadMeasures> {
+    let HeadProblem { gram, hessian, dim } = *problem;
     let pair = Pair::new(gram, hessian, dim)?;
     let transform = checked("transform", transform, dim)?;
     measure_pair(&pair, damping, transform, checked("inverse", inverse, dim)?)

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Source, assert_close, identity, product, rounding, transposed};
-use wush_transform::{HeadMeasures, MAX_DIM, Solution, TransformError, hadamard, wush};
+use wush_transform::{HeadMeasures, HeadProblem, MAX_DIM, Solution, TransformError, hadamard, measure, wush};
 
 fn measures(solution: &Solution) -> HeadMeasures {
     solution.info.measures.expect("there are statistics")
@@ -159,7 +159,8 @@ fn proportional_matrices_leave_nothing_to_gain() {
     let dim = 20;
     let gram = Source::new(9).low_rank(dim, 6);
     let hessian: Vec<f64> = gram.iter().map(|x| 7.0 * x).collect();
-    let m = wush_transform::measure(&identity(dim), &identity(dim), &gram, &hessian, dim, 0.01).expect("valid");
+    let m = measure(&identity(dim), &identity(dim), &HeadProblem { gram: &gram, hessian: &hessian, dim }, 0.01)
+        .expect("valid");
     assert_close("ratio", &[m.trace_product_over_bound], &[1.0], rounding(dim, 1e3));
 }
 

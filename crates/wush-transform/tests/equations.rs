@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use common::{Source, assert_close, identity, product, rounding, trace, transposed};
 use proptest::prelude::*;
-use wush_transform::{hadamard, imbalance, measure, sensitivity, theorem3_bound, trace_product, wush};
+use wush_transform::{HeadProblem, hadamard, imbalance, measure, sensitivity, theorem3_bound, trace_product, wush};
 
 const DIMS: [usize; 7] = [1, 2, 4, 12, 20, 64, 80];
 /// Condition number that products of the well-conditioned random pairs stay below.
@@ -96,7 +96,8 @@ fn equation_21_holds_without_damping_and_not_for_the_identity() {
         let found = imbalance(&sensitivity(&s.inverse, &hessian, dim).expect("valid"));
         assert!(found <= rounding(dim, COND), "d {dim}: {found:e}");
         let unit = identity(dim);
-        let plain = measure(&unit, &unit, &gram, &hessian, dim, 0.0).expect("valid").imbalance;
+        let plain =
+            measure(&unit, &unit, &HeadProblem { gram: &gram, hessian: &hessian, dim }, 0.0).expect("valid").imbalance;
         assert!(dim == 1 || plain > 0.01, "d {dim}: a random H is balanced? {plain:e}");
     }
 }

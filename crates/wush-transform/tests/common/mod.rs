@@ -42,7 +42,6 @@ pub fn damped(a: &[f64], dim: usize, damping: f64) -> Vec<f64> {
 
 /// Gauss-Jordan with row pivoting.
 pub fn inverse(a: &[f64], dim: usize) -> Vec<f64> {
-    let width = 2 * dim;
     let unit = identity(dim);
     let mut rows: Vec<Vec<f64>> = (0..dim).map(|i| [&a[i * dim..][..dim], &unit[i * dim..][..dim]].concat()).collect();
     for col in 0..dim {
@@ -51,11 +50,10 @@ pub fn inverse(a: &[f64], dim: usize) -> Vec<f64> {
         rows.swap(col, pivot);
         let head = rows[col][col];
         rows[col].iter_mut().for_each(|x| *x /= head);
-        for i in (0..dim).filter(|&i| i != col) {
-            let factor = rows[i][col];
-            for j in 0..width {
-                rows[i][j] -= factor * rows[col][j];
-            }
+        let reduced = rows[col].clone();
+        for row in rows.iter_mut().enumerate().filter(|(i, _)| *i != col).map(|(_, row)| row) {
+            let factor = row[col];
+            row.iter_mut().zip(&reduced).for_each(|(x, y)| *x -= factor * y);
         }
     }
     rows.iter().flat_map(|row| row[dim..].to_vec()).collect()
