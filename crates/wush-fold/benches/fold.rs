@@ -24,7 +24,8 @@ type Error = Box<dyn std::error::Error>;
 fn main() -> Result<ExitCode, Error> {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
     let model = std::env::var_os("WUSH_BENCH_MODEL").map_or(demo, PathBuf::from);
-    let scratch = tempfile::tempdir_in(std::env::var_os("WUSH_BENCH_TMP").map_or_else(std::env::temp_dir, PathBuf::from))?;
+    let scratch =
+        tempfile::tempdir_in(std::env::var_os("WUSH_BENCH_TMP").map_or_else(std::env::temp_dir, PathBuf::from))?;
     let checkpoint = Checkpoint::open(&model)?;
     let spec = wush_model::arch::resolve(&checkpoint, None)?;
     let transforms = transforms(&checkpoint, &spec)?;
@@ -45,7 +46,12 @@ fn main() -> Result<ExitCode, Error> {
     }
     let (copy, folded) = (median(copies), median(folds));
     let bytes = checkpoint.n_weight_bytes() as f64;
-    println!("{}: {:.2} GB, median fold {folded:.3} s ({:.2} GB/s), copy {copy:.3} s", model.display(), bytes / 1e9, bytes / 1e9 / folded);
+    println!(
+        "{}: {:.2} GB, median fold {folded:.3} s ({:.2} GB/s), copy {copy:.3} s",
+        model.display(),
+        bytes / 1e9,
+        bytes / 1e9 / folded
+    );
     println!("ratio {:.2}, at most {MAX_RATIO}", folded / copy);
     Ok(if folded <= MAX_RATIO * copy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -58,7 +64,8 @@ fn time(work: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
 
 fn copy_and_hash(model: &Path, to: &Path) -> Result<(), Error> {
     let copied = Command::new("cp").arg("-r").arg(model).arg(to).status()?;
-    let hashed = Command::new("sh").arg("-c").arg("find \"$0\" -type f -exec sha256sum {} + > /dev/null").arg(to).status()?;
+    let hashed =
+        Command::new("sh").arg("-c").arg("find \"$0\" -type f -exec sha256sum {} + > /dev/null").arg(to).status()?;
     if copied.success() && hashed.success() { Ok(()) } else { Err("cp or sha256sum failed".into()) }
 }
 

@@ -77,7 +77,8 @@ pub fn check_head(base: &HeadWeights, folded: &HeadWeights) -> HeadCheck {
     }
     let Some(basis) = Basis::of(base, folded) else { return failed };
     let (values, bias, residual_gram) = check_values(folded, &basis);
-    let mut found = HeadCheck { values, bias, rank: basis.n_strong, outputs: 0.0, product: 0.0, rel_error: 0.0, ..failed };
+    let mut found =
+        HeadCheck { values, bias, rank: basis.n_strong, outputs: 0.0, product: 0.0, rel_error: 0.0, ..failed };
     let (mut error, mut norm) = (0.0, 0.0);
     for ((output, new_output), new_half) in base.outputs.iter().zip(&folded.outputs).zip(&folded.output_halves) {
         let block = OutputBlock { old: output.as_ref(), new: new_output.as_ref(), half: new_half.as_ref() };
@@ -85,7 +86,9 @@ pub fn check_head(base: &HeadWeights, folded: &HeadWeights) -> HeadCheck {
         let (product, squared_error, squared_whole) = check_product(&block, &basis);
         found.product = worse(found.product, product);
         let gram = multiply(block.new.transpose(), block.new);
-        let outside: f64 = (0..gram.ncols()).map(|j| gram.col(j).iter().zip(residual_gram.col(j).iter()).map(|(a, b)| a * b).sum::<f64>()).sum();
+        let outside: f64 = (0..gram.ncols())
+            .map(|j| gram.col(j).iter().zip(residual_gram.col(j).iter()).map(|(a, b)| a * b).sum::<f64>())
+            .sum();
         error += squared_error + outside.max(0.0);
         norm += squared_whole;
     }
@@ -150,7 +153,11 @@ fn check_values(folded: &HeadWeights, basis: &Basis) -> (f64, f64, Mat<f64>) {
     let new = folded.with_bias(scale);
     let (dim, n) = new.shape();
     let mut residual = multiply(basis.new.as_ref(), basis.v.transpose());
-    residual.as_mut().col_iter_mut().zip(new.col_iter()).for_each(|(r, w)| r.iter_mut().zip(w.iter()).for_each(|(r, w)| *r = w - *r));
+    residual
+        .as_mut()
+        .col_iter_mut()
+        .zip(new.col_iter())
+        .for_each(|(r, w)| r.iter_mut().zip(w.iter()).for_each(|(r, w)| *r = w - *r));
     let leverage: Vec<f64> = (0..n).map(|j| basis.v.row(j).iter().map(|x| x * x).sum::<f64>().sqrt()).collect();
     let n_weights = folded.value.ncols();
     let (mut values, mut bias) = (0.0, 0.0);
@@ -254,17 +261,27 @@ pub fn check_transform(base: &HeadWeights, folded: &HeadWeights, transform: &[f6
     let magnitude = multiply(map(t, f64::abs).as_ref(), map(t_inverse, f64::abs).as_ref());
     let (old, new, half) = (base.with_bias(1.0), folded.with_bias(1.0), folded.halves_with_bias(1.0));
     let spread = multiply(map(t, f64::abs).as_ref(), map(old.as_ref(), f64::abs).as_ref());
-    let values = largest_excess(new.as_ref(), multiply(t, old.as_ref()).as_ref(), half.as_ref(), spread.as_ref(), roundoff);
+    let values =
+        largest_excess(new.as_ref(), multiply(t, old.as_ref()).as_ref(), half.as_ref(), spread.as_ref(), roundoff);
     let mut outputs = 0.0;
     for ((old, new), half) in base.outputs.iter().zip(&folded.outputs).zip(&folded.output_halves) {
         let spread = multiply(map(new.as_ref(), f64::abs).as_ref(), magnitude.as_ref());
         let expected = multiply(old.as_ref(), t_inverse);
-        outputs = worse(outputs, largest_excess(new.as_ref(), expected.as_ref(), half.as_ref(), spread.as_ref(), 2.0 * roundoff));
+        outputs = worse(
+            outputs,
+            largest_excess(new.as_ref(), expected.as_ref(), half.as_ref(), spread.as_ref(), 2.0 * roundoff),
+        );
     }
     TransformCheck { layer, head, values, outputs, condition, ok: values <= 1.0 && outputs <= 1.0 }
 }
 
-fn largest_excess(found: MatRef<'_, f64>, expected: MatRef<'_, f64>, half: MatRef<'_, f64>, spread: MatRef<'_, f64>, unit: f64) -> f64 {
+fn largest_excess(
+    found: MatRef<'_, f64>,
+    expected: MatRef<'_, f64>,
+    half: MatRef<'_, f64>,
+    spread: MatRef<'_, f64>,
+    unit: f64,
+) -> f64 {
     let mut excess = 0.0;
     for j in 0..found.ncols() {
         for i in 0..found.nrows() {

@@ -152,17 +152,26 @@ impl FoldError {
         let hint = match self {
             Self::Format(error) => return error.hint(),
             Self::Checkpoint(error) => return error.hint(),
-            Self::WrongModel { .. } | Self::MissingLayer { .. } | Self::UnknownLayer { .. } | Self::WrongShape { .. } => {
+            Self::WrongModel { .. }
+            | Self::MissingLayer { .. }
+            | Self::UnknownLayer { .. }
+            | Self::WrongShape { .. } => {
                 "use the checkpoint that the statistics were taken from, or calibrate and solve again for this one"
             }
             Self::AlreadyFolded { .. } => "start from the original checkpoint, or `unfold` this one first",
             Self::NonFiniteTransform { .. } => "solve again: the transforms file is damaged or its statistics are",
             Self::Singular { .. } => "solve again with more damping, for example --damping 0.1",
             Self::WrongDtype { .. } => "convert the checkpoint to BF16, F16 or F32 first",
-            Self::Overflow { dtype: Dtype::F32 | Dtype::F64, .. } => "the source weights are damaged: download them again",
+            Self::Overflow { dtype: Dtype::F32 | Dtype::F64, .. } => {
+                "the source weights are damaged: download them again"
+            }
             Self::Overflow { .. } => "keep folded tensors wide with --fold-dtype f32",
-            Self::Index { .. } | Self::Header { .. } => "save the checkpoint again with safetensors, or use --fold-dtype keep",
-            Self::WrongTensor { .. } | Self::SharedTensor { .. } | Self::Internal { .. } | Self::Interrupted => return None,
+            Self::Index { .. } | Self::Header { .. } => {
+                "save the checkpoint again with safetensors, or use --fold-dtype keep"
+            }
+            Self::WrongTensor { .. } | Self::SharedTensor { .. } | Self::Internal { .. } | Self::Interrupted => {
+                return None;
+            }
         };
         Some(hint.to_owned())
     }

@@ -79,7 +79,8 @@ fn render(
                 text.push_str(&format!("\"__metadata__\":{{{}}}", pairs.join(",")));
             }
             Entry::Tensor { name, dtype } => {
-                let dtype = changes.get(name.as_str()).map_or(dtype.as_str(), |plan: &&TensorPlan| Element::name(plan.target));
+                let dtype =
+                    changes.get(name.as_str()).map_or(dtype.as_str(), |plan: &&TensorPlan| Element::name(plan.target));
                 let shape = file.tensors().get(name).map(|info| info.shape.as_slice()).unwrap_or_default();
                 let [begin, end] = offsets.get(name.as_str()).copied().unwrap_or_default();
                 text.push_str(&format!(

@@ -1,7 +1,7 @@
 //! T^{-1} of a transform, in f64, with the condition number that decides whether it may be used.
 
-use faer::linalg::lu::partial_pivoting::{factor, inverse};
 use faer::dyn_stack::{MemBuffer, MemStack};
+use faer::linalg::lu::partial_pivoting::{factor, inverse};
 use faer::{Mat, Par};
 
 use crate::dense::view;
@@ -69,9 +69,10 @@ mod tests {
     fn singular_matrices_are_seen() {
         assert_eq!(invert(&[1.0, 2.0, 2.0, 4.0], 2).condition, f64::INFINITY);
         assert_eq!(invert(&[0.0; 9], 3).condition, f64::INFINITY);
+        let usable = |matrix: &[f64]| invert(matrix, 2).condition <= condition_limit(2);
         let third = 1.0 / 3.0;
-        let nearly = invert(&[third, 1.0, third + 1e-15, 1.0], 2);
-        assert!(!(nearly.condition <= condition_limit(2)), "{:e}", nearly.condition);
-        assert!(!(invert(&[1.0, f64::NAN, 0.0, 1.0], 2).condition <= condition_limit(2)));
+        assert!(usable(&[third, 1.0, third + 1e-3, 1.0]));
+        assert!(!usable(&[third, 1.0, third + 1e-15, 1.0]));
+        assert!(!usable(&[1.0, f64::NAN, 0.0, 1.0]));
     }
 }

@@ -115,10 +115,20 @@ fn check_shape(layer: usize, attn: &AttentionSpec, value: &HeadMatrices) -> Resu
     let expected = [attn.n_kv_heads, attn.head_dim, attn.head_dim];
     let found = [value.n_heads, value.dim, value.dim];
     let n_values = attn.n_kv_heads * attn.head_dim * attn.head_dim;
-    if expected == found && value.data.len() == n_values { Ok(()) } else { Err(FoldError::WrongShape { layer, expected, found }) }
+    if expected == found && value.data.len() == n_values {
+        Ok(())
+    } else {
+        Err(FoldError::WrongShape { layer, expected, found })
+    }
 }
 
-fn plan_head(layer: usize, head: usize, attn: &AttentionSpec, transform: &[f64], direction: Direction) -> Result<HeadPlan> {
+fn plan_head(
+    layer: usize,
+    head: usize,
+    attn: &AttentionSpec,
+    transform: &[f64],
+    direction: Direction,
+) -> Result<HeadPlan> {
     let dim = attn.head_dim;
     if transform.iter().any(|x| !x.is_finite()) {
         return Err(FoldError::NonFiniteTransform { layer, head });
@@ -148,7 +158,11 @@ fn plan_layer(
     let attn = &layer_spec.attn;
     let (dim, group) = (attn.head_dim, attn.n_heads / attn.n_kv_heads);
     let mlp = locate(checkpoint, &layer_spec.mlp.down.weight)?;
-    let slices = [(Role::Value, Some(&attn.v.weight)), (Role::ValueBias, attn.v.bias.as_ref()), (Role::Output, Some(&attn.o.weight))];
+    let slices = [
+        (Role::Value, Some(&attn.v.weight)),
+        (Role::ValueBias, attn.v.bias.as_ref()),
+        (Role::Output, Some(&attn.o.weight)),
+    ];
     for (role, slice) in slices.into_iter().filter_map(|(role, slice)| Some((role, slice?))) {
         let source = locate(checkpoint, slice)?;
         let target = match target {
@@ -163,7 +177,12 @@ fn plan_layer(
         };
         if length != n_blocks * dim {
             let found = format!("{length} where {n_blocks} heads of {dim} were expected");
-            return Err(FoldError::WrongTensor { tensor: slice.name.clone(), rows: slice.rows.len(), cols: slice.cols, found });
+            return Err(FoldError::WrongTensor {
+                tensor: slice.name.clone(),
+                rows: slice.rows.len(),
+                cols: slice.cols,
+                found,
+            });
         }
         let blocks = (0..n_blocks).map(|block| {
             let along = |start: usize| start + block * dim..start + (block + 1) * dim;
@@ -216,7 +235,8 @@ fn check_shared(spec: &ModelSpec, plan: &FoldPlan) -> Result<()> {
     for (tensor, mut readers) in by_tensor {
         readers.sort_by_key(|reader| reader.slice.rows.start);
         for (i, first) in readers.iter().enumerate() {
-            let mut overlapping = readers[i + 1..].iter().take_while(|next| next.slice.rows.start < first.slice.rows.end);
+            let mut overlapping =
+                readers[i + 1..].iter().take_while(|next| next.slice.rows.start < first.slice.rows.end);
             if let Some(second) = overlapping.find(|second| first.folded || second.folded) {
                 let (tensor, first, second) = (tensor.to_owned(), first.role.clone(), second.role.clone());
                 return Err(FoldError::SharedTensor { tensor, first, second });
@@ -232,7 +252,11 @@ fn readers(spec: &ModelSpec) -> Vec<Reader<'_>> {
     let mut known = HashSet::new();
     for (layer, layer_spec) in spec.layers.iter().enumerate() {
         let attn = &layer_spec.attn;
-        let folded = [("values", Some(&attn.v.weight)), ("value bias", attn.v.bias.as_ref()), ("output projection", Some(&attn.o.weight))];
+        let folded = [
+            ("values", Some(&attn.v.weight)),
+            ("value bias", attn.v.bias.as_ref()),
+            ("output projection", Some(&attn.o.weight)),
+        ];
         for (name, slice) in folded.into_iter().filter_map(|(name, slice)| Some((name, slice?))) {
             known.insert(std::ptr::from_ref(slice));
             out.push(Reader { slice, role: format!("layer {layer}'s {name}"), folded: true });

@@ -92,7 +92,8 @@ fn block(
 ) -> Result<(Mat<f64>, Mat<f64>)> {
     let view = checkpoint.tensor(&slice.name)?;
     let tensor = || slice.name.clone();
-    let element = Element::of(view.dtype).ok_or_else(|| FoldError::WrongDtype { tensor: tensor(), dtype: view.dtype })?;
+    let element =
+        Element::of(view.dtype).ok_or_else(|| FoldError::WrongDtype { tensor: tensor(), dtype: view.dtype })?;
     let fits = view.bytes.len() / element.n_bytes() == slice.total_rows * slice.cols;
     if !fits || rows.end > slice.total_rows || cols.end > slice.cols {
         let found = format!("{:?}", view.shape);

@@ -102,7 +102,8 @@ fn reduce(head: &HeadPlan, value: &Grams, bias: Option<&Grams>, output: &Grams) 
         layer: head.layer,
         head: head.head,
         rel_error: ratio(squared_error(head.dim, output, value), norm),
-        bias_rel_error: bias.map(|bias| ratio(squared_error(head.dim, output, bias), trace_product(&output.yy, &bias.yy))),
+        bias_rel_error: bias
+            .map(|bias| ratio(squared_error(head.dim, output, bias), trace_product(&output.yy, &bias.yy))),
         inverse_error: ratio(squared_residual(head, output, value), norm),
         condition: head.condition,
     }

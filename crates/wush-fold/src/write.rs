@@ -101,14 +101,22 @@ struct Stop<'a> {
 
 impl Stop<'_> {
     fn check(&self) -> Result<()> {
-        if self.flag.load(Ordering::Relaxed) || self.monitor.interrupted() { Err(FoldError::Interrupted) } else { Ok(()) }
+        if self.flag.load(Ordering::Relaxed) || self.monitor.interrupted() {
+            Err(FoldError::Interrupted)
+        } else {
+            Ok(())
+        }
     }
 }
 
 fn plan_shard<'a>(shard: &'a wush_checkpoint::Shard, plan: &'a FoldPlan) -> Result<ShardPlan<'a>> {
     let tensors = shard.file.tensors();
-    let changes: HashMap<&str, &TensorPlan> =
-        plan.tensors.iter().filter(|(name, _)| tensors.contains_key(*name)).map(|(name, plan)| (name.as_str(), plan)).collect();
+    let changes: HashMap<&str, &TensorPlan> = plan
+        .tensors
+        .iter()
+        .filter(|(name, _)| tensors.contains_key(*name))
+        .map(|(name, plan)| (name.as_str(), plan))
+        .collect();
     let mut order: Vec<_> = tensors.iter().filter(|(name, _)| changes.contains_key(name.as_str())).collect();
     order.sort_by_key(|(_, info)| info.range.start);
     let bytes = shard.file.bytes();
@@ -217,7 +225,10 @@ fn copy_other(source_dir: &Path, out: &Path, name: &str, growth: i64) -> Result<
         let text = std::fs::read(&from).map_err(|error| FormatError::io(&from, "read", error))?;
         let changed = rewrite_index(name, &text, growth)?;
         target.write_all(&changed).map_err(|error| FormatError::io(&to, "write", error))?;
-        return Ok((entry(name, Sha::of(&text), text.len() as u64), entry(name, Sha::of(&changed), changed.len() as u64)));
+        return Ok((
+            entry(name, Sha::of(&text), text.len() as u64),
+            entry(name, Sha::of(&changed), changed.len() as u64),
+        ));
     }
     let mut source = File::open(&from).map_err(|error| FormatError::io(&from, "open", error))?;
     let mut writer = HashingWriter::new(target);

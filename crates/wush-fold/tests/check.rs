@@ -27,7 +27,9 @@ fn halves(a: &Mat<f64>) -> Mat<f64> {
 /// A head of d = `dim`, `hidden` wide, two query heads; `value` makes the value weights' rows.
 fn pair(dim: usize, hidden: usize, bias: Option<f64>, value: impl Fn(&mut Rng, usize, usize) -> f64) -> Pair {
     let mut rng = Rng(5);
-    let mut round = |rows, cols, f: &dyn Fn(&mut Rng, usize, usize) -> f64| Mat::from_fn(rows, cols, |i, j| bf16(f(&mut rng, i, j)));
+    let mut round = |rows, cols, f: &dyn Fn(&mut Rng, usize, usize) -> f64| {
+        Mat::from_fn(rows, cols, |i, j| bf16(f(&mut rng, i, j)))
+    };
     let w = round(dim, hidden, &|rng, i, j| value(rng, i, j));
     let outputs = [(); 2].map(|()| round(hidden, dim, &|rng, _, _| rng.normal() * 0.02)).to_vec();
     let b = bias.map(|scale| round(dim, 1, &|rng, _, _| rng.normal() * scale));
@@ -38,7 +40,9 @@ fn pair(dim: usize, hidden: usize, bias: Option<f64>, value: impl Fn(&mut Rng, u
     let rounded = |a: Mat<f64>| Mat::from_fn(a.nrows(), a.ncols(), |i, j| bf16(a[(i, j)]));
     let new_value = rounded(&t * &w);
     let new_outputs: Vec<_> = outputs.iter().map(|output| rounded(output * &inverse)).collect();
-    let vector = |a: &Mat<f64>| (a.col(0).iter().copied().collect::<Vec<_>>(), a.col(0).iter().map(|&x| half_spacing(x)).collect());
+    let vector = |a: &Mat<f64>| {
+        (a.col(0).iter().copied().collect::<Vec<_>>(), a.col(0).iter().map(|&x| half_spacing(x)).collect())
+    };
     let base = HeadWeights {
         layer: 0,
         head: 0,

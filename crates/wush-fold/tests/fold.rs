@@ -171,7 +171,9 @@ fn everything_else_is_copied_byte_for_byte_and_every_digest_is_right() {
         }
         for name in before.tensor_names() {
             let (a, b) = (before.tensor(name).expect("there").bytes, after.tensor(name).expect("there").bytes);
-            let folded = ["v_proj.weight", "v_proj.bias", "o_proj.weight", "qkv_proj.weight"].iter().any(|end| name.ends_with(end));
+            let folded = ["v_proj.weight", "v_proj.bias", "o_proj.weight", "qkv_proj.weight"]
+                .iter()
+                .any(|end| name.ends_with(end));
             assert_eq!(a != b, folded, "{name}");
         }
     }
@@ -189,7 +191,9 @@ fn fold_dtype_f32_widens_the_folded_tensors_and_nothing_else() {
         let mut growth = 0;
         for (name, shape, _) in tiny.tensors() {
             let (a, b) = (before.tensor(&name).expect("there"), after.tensor(&name).expect("there"));
-            let folded = ["v_proj.weight", "v_proj.bias", "o_proj.weight", "qkv_proj.weight"].iter().any(|end| name.ends_with(end));
+            let folded = ["v_proj.weight", "v_proj.bias", "o_proj.weight", "qkv_proj.weight"]
+                .iter()
+                .any(|end| name.ends_with(end));
             assert_eq!(before.locate(&name).expect("there").0, after.locate(&name).expect("there").0);
             assert_eq!((a.shape, b.shape), (&shape[..], &shape[..]));
             if folded {
@@ -208,7 +212,9 @@ fn fold_dtype_f32_widens_the_folded_tensors_and_nothing_else() {
             assert!(a[n..] != b[n..]);
         }
         let index = |dir: &Path| fs::read_to_string(dir.join("model.safetensors.index.json")).expect("readable");
-        let total = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON")["metadata"]["total_size"].as_u64();
+        let total = |text: &str| {
+            serde_json::from_str::<serde_json::Value>(text).expect("JSON")["metadata"]["total_size"].as_u64()
+        };
         let (old, new) = (total(&index(&source)).expect("a number"), total(&index(&out)).expect("a number"));
         assert_eq!(new, old + growth as u64);
         assert_eq!(index(&out), index(&source).replace(&old.to_string(), &new.to_string()));
@@ -216,7 +222,11 @@ fn fold_dtype_f32_widens_the_folded_tensors_and_nothing_else() {
             assert_eq!(a.file.metadata(), b.file.metadata());
             let keys = |header: &[u8]| {
                 let text = String::from_utf8(header[8..].to_vec()).expect("UTF-8");
-                let mut keys: Vec<_> = tiny.tensors().into_iter().filter_map(|(name, ..)| Some((text.find(&format!("\"{name}\""))?, name))).collect();
+                let mut keys: Vec<_> = tiny
+                    .tensors()
+                    .into_iter()
+                    .filter_map(|(name, ..)| Some((text.find(&format!("\"{name}\""))?, name)))
+                    .collect();
                 keys.push((text.find("__metadata__").expect("there"), String::new()));
                 keys.sort();
                 keys.into_iter().map(|(_, name)| name).collect::<Vec<_>>()
@@ -297,7 +307,10 @@ fn check_oracle_case(file: &wush_format::tensor_file::TensorFile, case: &str, ti
     fs::create_dir_all(&out).expect("temporary directory");
     let checkpoint = Checkpoint::open(&source).expect("opens");
     let outcome = fold(&checkpoint, &spec, &transforms, &out, FoldDtype::Keep, &Quiet).expect("it folds");
-    assert!(outcome.report.max_rel_error <= ORACLE_TOL && outcome.report.heads.iter().all(|head| head.inverse_error <= ORACLE_TOL));
+    assert!(
+        outcome.report.max_rel_error <= ORACLE_TOL
+            && outcome.report.heads.iter().all(|head| head.inverse_error <= ORACLE_TOL)
+    );
     for name in ["v_proj.weight", "v_proj.bias", "o_proj.weight"] {
         if let Some(expected) = oracle(&format!("{name}.folded")) {
             let found = read(&out, &format!("model.layers.0.self_attn.{name}"));
@@ -355,7 +368,9 @@ fn attention(tiny: &Tiny, dir: &Path, oracle: &dyn Fn(&str) -> Option<Vec<f64>>,
         for head in 0..n_q {
             let kv = head / (n_q / n_kv);
             let query = &q[(t * n_q + head) * d..][..d];
-            let score = |s: usize| (k[(s * n_kv + kv) * d..][..d].iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / tau).exp();
+            let score = |s: usize| {
+                (k[(s * n_kv + kv) * d..][..d].iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / tau).exp()
+            };
             let weights: Vec<f64> = (0..=t).map(score).collect();
             let total: f64 = weights.iter().sum();
             for (s, weight) in weights.iter().enumerate() {
@@ -384,8 +399,12 @@ fn expect_error(change: impl FnOnce(&mut Transforms), expected: &str) {
 
 #[test]
 fn transforms_that_do_not_fit_are_refused() {
-    let value = |t: &mut Transforms| t.layers.get_mut(&1).map(|layer| std::mem::take(&mut layer.value.data)).expect("layer 1");
-    expect_error(|t| t.layers.get_mut(&1).expect("layer 1").value.data[70] = f64::NAN, "layer 1, KV head 1: the value transform has a non-finite entry");
+    let value =
+        |t: &mut Transforms| t.layers.get_mut(&1).map(|layer| std::mem::take(&mut layer.value.data)).expect("layer 1");
+    expect_error(
+        |t| t.layers.get_mut(&1).expect("layer 1").value.data[70] = f64::NAN,
+        "layer 1, KV head 1: the value transform has a non-finite entry",
+    );
     expect_error(
         |t| {
             let data = &mut t.layers.get_mut(&1).expect("layer 1").value.data;
@@ -432,7 +451,8 @@ fn a_bundle_is_not_folded_again_and_shared_tensors_are_refused() {
     let mut spec = resolve(&checkpoint, None).expect("understood");
     spec.layers[1].attn.v.weight = spec.layers[0].attn.v.weight.clone();
     fs::create_dir_all(&out).expect("directory");
-    let error = fold(&checkpoint, &spec, &transforms, &out, FoldDtype::Keep, &Quiet).expect_err("two layers, one tensor");
+    let error =
+        fold(&checkpoint, &spec, &transforms, &out, FoldDtype::Keep, &Quiet).expect_err("two layers, one tensor");
     assert!(matches!(error, FoldError::SharedTensor { .. }), "{error}");
     fs::create_dir(source.join("wush")).expect("directory");
     fs::write(source.join("wush/manifest.json"), "{}").expect("write");

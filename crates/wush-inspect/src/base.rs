@@ -34,7 +34,15 @@ pub(crate) fn compare(
     report.check_result("untouched tensors", check_untouched(checkpoint, &base.checkpoint, &folded, monitor)?);
     report.check_result("other files", check_other_files(checkpoint, &base.checkpoint));
     let same_model = *spec == base.spec;
-    report.check("same model", same_model, if same_model { "both configurations describe the same decoder" } else { "the configurations describe different decoders" });
+    report.check(
+        "same model",
+        same_model,
+        if same_model {
+            "both configurations describe the same decoder"
+        } else {
+            "the configurations describe different decoders"
+        },
+    );
     if same_model {
         check_folds(report, checkpoint, spec, values, base, monitor)?;
     }
@@ -55,13 +63,18 @@ fn folded_rows(spec: &ModelSpec) -> BTreeMap<&str, Vec<Range<usize>>> {
 
 /// The same tensors in the same shards, in the same order, with the same shapes; dtypes may differ where folded, and only
 /// towards F32.
-fn check_names(new: &Checkpoint, old: &Checkpoint, folded: &BTreeMap<&str, Vec<Range<usize>>>) -> Result<String, String> {
+fn check_names(
+    new: &Checkpoint,
+    old: &Checkpoint,
+    folded: &BTreeMap<&str, Vec<Range<usize>>>,
+) -> Result<String, String> {
     let names = |checkpoint: &Checkpoint| checkpoint.tensor_names().map(str::to_owned).collect::<BTreeSet<_>>();
     let (found, expected) = (names(new), names(old));
     let missing = expected.difference(&found).map(|name| format!("{name} is missing"));
     let extra = found.difference(&expected).map(|name| format!("{name} is not in the base"));
     let mut problems: Vec<String> = missing.chain(extra).collect();
-    let shards = |checkpoint: &Checkpoint| checkpoint.shards().iter().map(|shard| shard.file_name.clone()).collect::<Vec<_>>();
+    let shards =
+        |checkpoint: &Checkpoint| checkpoint.shards().iter().map(|shard| shard.file_name.clone()).collect::<Vec<_>>();
     if shards(new) != shards(old) {
         problems.push("the shards have other names".to_owned());
     }
@@ -79,7 +92,11 @@ fn check_names(new: &Checkpoint, old: &Checkpoint, folded: &BTreeMap<&str, Vec<R
             problems.push(format!("{}: other metadata", a.file_name));
         }
     }
-    if problems.is_empty() { Ok(format!("{}, as in the base", count(found.len(), "tensor"))) } else { Err(list(&problems)) }
+    if problems.is_empty() {
+        Ok(format!("{}, as in the base", count(found.len(), "tensor")))
+    } else {
+        Err(list(&problems))
+    }
 }
 
 /// Every element outside the folded rows is the base's, bit for bit; where a fused tensor was widened, the same number.
@@ -101,14 +118,20 @@ fn check_untouched(
             monitor.advance(a.bytes.len() as u64);
             Ok(match folded.get(name) {
                 None => (a.dtype != b.dtype || a.bytes != b.bytes).then(|| format!("{name} differs")),
-                Some(rows) => differing_row(&a, &b, rows).map(|row| format!("{name}, row {row}, differs, and is not a value")),
+                Some(rows) => {
+                    differing_row(&a, &b, rows).map(|row| format!("{name}, row {row}, differs, and is not a value"))
+                }
             })
         })
         .collect();
     monitor.end();
     let problems: Vec<String> = problems?.into_iter().flatten().collect();
     let untouched = names.iter().filter(|name| !folded.contains_key(**name)).count();
-    Ok(if problems.is_empty() { Ok(format!("{}, byte for byte those of the base", count(untouched, "tensor"))) } else { Err(list(&problems)) })
+    Ok(if problems.is_empty() {
+        Ok(format!("{}, byte for byte those of the base", count(untouched, "tensor")))
+    } else {
+        Err(list(&problems))
+    })
 }
 
 /// The first row outside `folded` that differs.
@@ -133,8 +156,12 @@ fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<u32>> {
     let bits = |x: f32| x.to_bits();
     match dtype {
         Dtype::F32 => Some(bytes.as_chunks::<4>().0.iter().map(|&raw| u32::from_le_bytes(raw)).collect()),
-        Dtype::BF16 => Some(bytes.as_chunks::<2>().0.iter().map(|&raw| u32::from(u16::from_le_bytes(raw)) << 16).collect()),
-        Dtype::F16 => Some(bytes.as_chunks::<2>().0.iter().map(|&raw| bits(half::f16::from_le_bytes(raw).to_f32())).collect()),
+        Dtype::BF16 => {
+            Some(bytes.as_chunks::<2>().0.iter().map(|&raw| u32::from(u16::from_le_bytes(raw)) << 16).collect())
+        }
+        Dtype::F16 => {
+            Some(bytes.as_chunks::<2>().0.iter().map(|&raw| bits(half::f16::from_le_bytes(raw).to_f32())).collect())
+        }
         _ => None,
     }
 }
@@ -145,7 +172,8 @@ fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, Strin
     let (found, expected) = (files(new)?, files(old)?);
     let mut problems = Vec::new();
     problems.extend(expected.iter().filter(|name| !found.contains(name)).map(|name| format!("{name} is missing")));
-    problems.extend(found.iter().filter(|name| !expected.contains(name)).map(|name| format!("{name} is not in the base")));
+    problems
+        .extend(found.iter().filter(|name| !expected.contains(name)).map(|name| format!("{name} is not in the base")));
     for name in found.iter().filter(|name| expected.contains(name)) {
         match same_file(&new.dir().join(name), &old.dir().join(name), name) {
             Ok(true) => {}
@@ -153,7 +181,11 @@ fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, Strin
             Err(error) => problems.push(format!("{name}: {error}")),
         }
     }
-    if problems.is_empty() { Ok(format!("{}, byte for byte those of the base", count(found.len(), "file"))) } else { Err(list(&problems)) }
+    if problems.is_empty() {
+        Ok(format!("{}, byte for byte those of the base", count(found.len(), "file")))
+    } else {
+        Err(list(&problems))
+    }
 }
 
 fn same_file(new: &Path, old: &Path, name: &str) -> std::io::Result<bool> {
@@ -179,8 +211,12 @@ fn check_folds(
     base: &Base,
     monitor: &dyn Monitor,
 ) -> Result<()> {
-    let heads: Vec<(usize, usize)> =
-        spec.layers.iter().enumerate().flat_map(|(layer, spec)| (0..spec.attn.n_kv_heads).map(move |head| (layer, head))).collect();
+    let heads: Vec<(usize, usize)> = spec
+        .layers
+        .iter()
+        .enumerate()
+        .flat_map(|(layer, spec)| (0..spec.attn.n_kv_heads).map(move |head| (layer, head)))
+        .collect();
     monitor.begin("check folds", "heads", heads.len() as u64);
     let found: Result<Vec<(HeadCheck, Option<TransformCheck>)>> = heads
         .par_iter()
@@ -200,8 +236,15 @@ fn check_folds(
         .collect();
     monitor.end();
     let found = found?;
-    let of = |pick: fn(&HeadCheck) -> f64| found.iter().map(|(check, _)| (check.layer, check.head, pick(check))).collect::<Vec<_>>();
-    add_check(report, "folded values", "W_V' is some T·W_V: largest deviation", &of(|check| worse(check.values, check.bias)));
+    let of = |pick: fn(&HeadCheck) -> f64| {
+        found.iter().map(|(check, _)| (check.layer, check.head, pick(check))).collect::<Vec<_>>()
+    };
+    add_check(
+        report,
+        "folded values",
+        "W_V' is some T·W_V: largest deviation",
+        &of(|check| worse(check.values, check.bias)),
+    );
     add_check(report, "folded outputs", "W_O' is W_O·T⁻¹ of the same T: largest deviation", &of(|check| check.outputs));
     add_check(report, "same function", "W_O'·W_V' is W_O·W_V: largest deviation", &of(|check| check.product));
     if values.is_some() {
@@ -210,7 +253,12 @@ fn check_folds(
             (check.layer, check.head, excess)
         };
         let stated: Vec<_> = found.iter().map(stated).collect();
-        add_check(report, "value sidecar is what was folded", "W_V' and W_O' are those of the sidecar's T: largest deviation", &stated);
+        add_check(
+            report,
+            "value sidecar is what was folded",
+            "W_V' and W_O' are those of the sidecar's T: largest deviation",
+            &stated,
+        );
     }
     for (check, stated) in found {
         let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
@@ -230,11 +278,17 @@ fn add_check(report: &mut Report, name: &str, what: &str, heads: &[(usize, usize
     let bad: Vec<String> = heads
         .iter()
         .filter(|(_, _, excess)| excess.is_nan() || *excess > 1.0)
-        .map(|(layer, head, excess)| format!("layer {layer}, KV head {head}: {} times what rounding explains", shown(*excess)))
+        .map(|(layer, head, excess)| {
+            format!("layer {layer}, KV head {head}: {} times what rounding explains", shown(*excess))
+        })
         .collect();
     let largest = heads.iter().fold(0.0, |a, &(_, _, excess)| worse(a, excess));
     if bad.is_empty() {
-        report.check(name, true, format!("{what} {} of what rounding explains, {}", shown(largest), count(heads.len(), "head")));
+        report.check(
+            name,
+            true,
+            format!("{what} {} of what rounding explains, {}", shown(largest), count(heads.len(), "head")),
+        );
     } else {
         report.check(name, false, list(&bad));
     }

@@ -39,7 +39,8 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     report.model_hash = Some(hash);
     if let Some(manifest) = &manifest {
         let expected = manifest.basis.model_hash;
-        let detail = if expected == hash { format!("{hash}") } else { format!("the manifest says {expected}, found {hash}") };
+        let detail =
+            if expected == hash { format!("{hash}") } else { format!("the manifest says {expected}, found {hash}") };
         report.check("folded weights", expected == hash, detail);
         check_layers(&mut report, &manifest.layers, &spec);
     }
@@ -76,12 +77,23 @@ fn check_manifest(report: &mut Report, dir: &Path, manifest: &Manifest, monitor:
     let source = &manifest.source;
     let revision = source.revision.as_deref().map(|revision| format!(" @ {revision}")).unwrap_or_default();
     report.fact("source", format!("{}{revision} ({})", source.id, source.family));
-    report.fact("transform", format!("{}, preset {}, damping {}", manifest.solve.transform, manifest.solve.preset, manifest.solve.damping));
+    report.fact(
+        "transform",
+        format!("{}, preset {}, damping {}", manifest.solve.transform, manifest.solve.preset, manifest.solve.damping),
+    );
     if let Some(calibration) = &manifest.calibration {
         describe_calibration(report, calibration);
     }
     let fold = &manifest.fold;
-    report.fact("fold", format!("{}, relative error of a head at most {} (layer {})", fold.dtype, shown(fold.max_rel_error), fold.worst_layer));
+    report.fact(
+        "fold",
+        format!(
+            "{}, relative error of a head at most {} (layer {})",
+            fold.dtype,
+            shown(fold.max_rel_error),
+            fold.worst_layer
+        ),
+    );
     Ok(())
 }
 
@@ -89,8 +101,15 @@ fn check_manifest(report: &mut Report, dir: &Path, manifest: &Manifest, monitor:
 pub(crate) fn describe_calibration(report: &mut Report, calibration: &wush_format::manifest::Calibration) {
     report.calibrated_length = Some(calibration.max_seq_len);
     let sequences = calibration.sequences;
-    report.fact("calibration", format!("{}: {} tokens in {sequences} sequences, on {}", calibration.source, calibration.tokens, calibration.device));
-    let scaling = calibration.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
+    report.fact(
+        "calibration",
+        format!(
+            "{}: {} tokens in {sequences} sequences, on {}",
+            calibration.source, calibration.tokens, calibration.device
+        ),
+    );
+    let scaling =
+        calibration.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
     report.fact("calibrated length", format!("{} tokens{scaling}", calibration.max_seq_len));
 }
 
@@ -130,7 +149,12 @@ pub(crate) fn check_checkpoint(report: &mut Report, checkpoint: &Checkpoint) -> 
 }
 
 /// Hash over the weights: from the manifest's digests when those were just found right, else from the files.
-fn folded_hash(checkpoint: &Checkpoint, manifest: Option<&Manifest>, report: &Report, monitor: &dyn Monitor) -> Result<Sha> {
+fn folded_hash(
+    checkpoint: &Checkpoint,
+    manifest: Option<&Manifest>,
+    report: &Report,
+    monitor: &dyn Monitor,
+) -> Result<Sha> {
     let verified = report.checks.iter().any(|check| check.name == "files" && check.ok);
     let listed: BTreeMap<&str, &FileEntry> =
         manifest.iter().flat_map(|manifest| &manifest.files).map(|file| (file.path.as_str(), file)).collect();
@@ -153,7 +177,8 @@ fn folded_hash(checkpoint: &Checkpoint, manifest: Option<&Manifest>, report: &Re
 /// The solver's report: present for every layer and head, or for none; its numbers go to the report's heads.
 fn check_layers(report: &mut Report, layers: &[LayerReport], spec: &ModelSpec) {
     let found: Vec<_> = layers.iter().map(|layer| (layer.layer, layer.key.len(), layer.value.len())).collect();
-    let heads = |(layer, spec): (usize, &wush_model::spec::LayerSpec)| (layer, spec.attn.n_kv_heads, spec.attn.n_kv_heads);
+    let heads =
+        |(layer, spec): (usize, &wush_model::spec::LayerSpec)| (layer, spec.attn.n_kv_heads, spec.attn.n_kv_heads);
     let expected: Vec<_> = spec.layers.iter().enumerate().map(heads).collect();
     let n_heads: usize = expected.iter().map(|(_, heads, _)| heads).sum();
     if found.is_empty() {
@@ -161,7 +186,11 @@ fn check_layers(report: &mut Report, layers: &[LayerReport], spec: &ModelSpec) {
         return;
     }
     let ok = found == expected;
-    let detail = if ok { format!("{} of {}", count(n_heads, "head"), count(found.len(), "layer")) } else { "layers or heads are not the model's".to_owned() };
+    let detail = if ok {
+        format!("{} of {}", count(n_heads, "head"), count(found.len(), "layer"))
+    } else {
+        "layers or heads are not the model's".to_owned()
+    };
     report.check("solver's report", ok, detail);
     add_layers(report, layers);
 }
@@ -182,7 +211,11 @@ pub(crate) fn add_layers(report: &mut Report, layers: &[LayerReport]) {
 fn check_source(report: &mut Report, manifest: Option<&Manifest>, base: &Base, monitor: &dyn Monitor) -> Result<()> {
     let Some(manifest) = manifest else { return Ok(()) };
     let (found, expected) = (base.hash(monitor)?, manifest.source.model_hash);
-    let detail = if found == expected { format!("{found}") } else { format!("the manifest says {expected}, the base is {found}") };
+    let detail = if found == expected {
+        format!("{found}")
+    } else {
+        format!("the manifest says {expected}, the base is {found}")
+    };
     report.check("base is the source", found == expected, detail);
     Ok(())
 }

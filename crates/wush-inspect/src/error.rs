@@ -48,9 +48,9 @@ impl InspectError {
             Self::Base(error) => error.hint(),
             Self::BaseModel(error) => error.hint(),
             Self::Fold(error) => error.hint(),
-            Self::Unknown { .. } => {
-                Some("pass the directory that `wush convert` wrote, or a .safetensors file that `wush` wrote".to_owned())
-            }
+            Self::Unknown { .. } => Some(
+                "pass the directory that `wush convert` wrote, or a .safetensors file that `wush` wrote".to_owned(),
+            ),
             Self::Interrupted => None,
         }
     }

@@ -89,7 +89,11 @@ const MAPS: &[HeatMap] = &[
 /// The report as one self-contained page.
 pub fn to_html(report: &Report) -> String {
     let maps: Vec<String> = MAPS.iter().filter_map(|map| heat_map(report, map)).collect();
-    let maps = if maps.is_empty() { String::new() } else { format!("<h2>Layers and heads</h2><div class=\"maps\">{}</div>", maps.concat()) };
+    let maps = if maps.is_empty() {
+        String::new()
+    } else {
+        format!("<h2>Layers and heads</h2><div class=\"maps\">{}</div>", maps.concat())
+    };
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
@@ -113,7 +117,11 @@ fn header(report: &Report) -> String {
         0 => format!("{} passed", count(report.checks.len(), "check")),
         _ => format!("{n_failed} of {} failed", count(report.checks.len(), "check")),
     };
-    let base = report.base.as_ref().map(|base| format!("<p>compared with <code>{}</code></p>", escape(base))).unwrap_or_default();
+    let base = report
+        .base
+        .as_ref()
+        .map(|base| format!("<p>compared with <code>{}</code></p>", escape(base)))
+        .unwrap_or_default();
     format!(
         "<header><div><h1>{}</h1><p><code>{}</code></p>{base}</div>\
          <p class=\"verdict {class}\"><b>{word}</b><span>{summary}</span></p></header>",
@@ -125,14 +133,19 @@ fn header(report: &Report) -> String {
 fn facts(report: &Report) -> String {
     let hash = report.model_hash.map(|hash| ("model hash".to_owned(), hash.to_string()));
     let pairs = report.facts.iter().map(|fact| (fact.name.clone(), fact.value.clone())).chain(hash);
-    let rows: String = pairs.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(&name), escape(&value))).collect();
+    let rows: String =
+        pairs.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(&name), escape(&value))).collect();
     if rows.is_empty() { String::new() } else { format!("<dl>{rows}</dl>") }
 }
 
 fn checks(report: &Report) -> String {
     let row = |check: &crate::Check| {
         let (class, mark) = if check.ok { ("ok", "✓ ok") } else { ("bad", "✗ failed") };
-        format!("<tr class=\"{class}\"><td>{mark}</td><th scope=\"row\">{}</th><td>{}</td></tr>", escape(&check.name), escape(&check.detail))
+        format!(
+            "<tr class=\"{class}\"><td>{mark}</td><th scope=\"row\">{}</th><td>{}</td></tr>",
+            escape(&check.name),
+            escape(&check.detail)
+        )
     };
     let rows: String = report.checks.iter().map(row).collect();
     format!("<h2>Checks</h2><div class=\"wide\"><table>{rows}</table></div>")

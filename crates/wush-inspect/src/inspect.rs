@@ -22,7 +22,8 @@ use crate::{InspectError, Result, base, bundle, sidecars, statistics, transforms
 /// thing of a known kind is a failed check.
 pub fn inspect(path: &Path, base: Option<&Path>, monitor: &dyn Monitor) -> Result<Report> {
     let base = base.map(Base::open).transpose()?;
-    let mut report = if path.is_dir() { directory(path, base.as_ref(), monitor)? } else { file(path, base.as_ref(), monitor)? };
+    let mut report =
+        if path.is_dir() { directory(path, base.as_ref(), monitor)? } else { file(path, base.as_ref(), monitor)? };
     report.base = base.map(|base| base.checkpoint.dir().display().to_string());
     Ok(report)
 }
@@ -58,7 +59,9 @@ impl Base {
         let found = self.hash(monitor)?;
         match report.model_hash {
             Some(expected) if expected == found => report.check("belongs to base", true, format!("model hash {found}")),
-            Some(expected) => report.check("belongs to base", false, format!("made for model {expected}, the base is {found}")),
+            Some(expected) => {
+                report.check("belongs to base", false, format!("made for model {expected}, the base is {found}"))
+            }
             None => report.check("belongs to base", false, format!("names no model; the base is {found}")),
         }
         Ok(())

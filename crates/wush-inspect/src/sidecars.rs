@@ -104,7 +104,11 @@ pub(crate) fn check_value(report: &mut Report, sidecar: &ValueSidecar, model: Op
             report.head(layer, head).value_condition = finite(found);
         }
     }
-    report.check("value transforms invertible", within, format!("condition number at most {} ({worst})", shown(condition)));
+    report.check(
+        "value transforms invertible",
+        within,
+        format!("condition number at most {} ({worst})", shown(condition)),
+    );
 }
 
 /// T_V of one head, widened; all zero when the sidecar has none, which no check takes for a transform.
@@ -120,9 +124,14 @@ fn check_fit(report: &mut Report, name: &str, shapes: Vec<(usize, [usize; 2])>, 
         report.model_hash = Some(hash);
         let n_heads: usize = shapes.iter().map(|(_, [heads, _])| heads).sum();
         let ok = !shapes.is_empty();
-        return report.check(name, ok, format!("{} and {}, all finite", count(shapes.len(), "layer"), count(n_heads, "head")));
+        return report.check(
+            name,
+            ok,
+            format!("{} and {}, all finite", count(shapes.len(), "layer"), count(n_heads, "head")),
+        );
     };
-    let expected: Vec<_> = spec.layers.iter().map(|layer| [layer.attn.n_kv_heads, layer.attn.head_dim]).enumerate().collect();
+    let expected: Vec<_> =
+        spec.layers.iter().map(|layer| [layer.attn.n_kv_heads, layer.attn.head_dim]).enumerate().collect();
     let result = if shapes == expected {
         Ok(format!("{}, shapes as the model's, all finite", count(shapes.len(), "layer")))
     } else {
@@ -158,6 +167,6 @@ mod tests {
         changed[3] *= 1.0 + 1e-6;
         assert!(key_query_excess(&key, &changed, 2) > 1.0);
         changed[3] = f64::NAN;
-        assert!(!(key_query_excess(&key, &changed, 2) <= 1.0));
+        assert!(key_query_excess(&key, &changed, 2).is_nan());
     }
 }

@@ -39,8 +39,16 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, monitor: &dyn Monitor) -> 
             if monitor.interrupted() {
                 return Err(InspectError::Interrupted);
             }
-            let key = measure(layer, head, Role::Key, stats.key_gram.head(head), &stats.key_hessian(head), stats.head_dim());
-            let value = measure(layer, head, Role::Value, stats.value_gram.head(head), &stats.value_hessian(head), stats.head_dim());
+            let key =
+                measure(layer, head, Role::Key, stats.key_gram.head(head), &stats.key_hessian(head), stats.head_dim());
+            let value = measure(
+                layer,
+                head,
+                Role::Value,
+                stats.value_gram.head(head),
+                &stats.value_hessian(head),
+                stats.head_dim(),
+            );
             monitor.advance(1);
             Ok((layer, head, key, value, mean_key_energy(stats, head, statistics.info.positions)))
         })
@@ -58,7 +66,11 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, monitor: &dyn Monitor) -> 
         }
     }
     let ok = problems.is_empty();
-    let detail = if ok { format!("{} can be solved at damping {DAMPING}", count(heads.len(), "head")) } else { crate::files::list(&problems) };
+    let detail = if ok {
+        format!("{} can be solved at damping {DAMPING}", count(heads.len(), "head"))
+    } else {
+        crate::files::list(&problems)
+    };
     report.check("solvable", ok, detail);
     Ok(report)
 }
@@ -67,11 +79,19 @@ fn describe(report: &mut Report, statistics: &Statistics) {
     let info = &statistics.info;
     report.model_hash = Some(info.model_hash);
     report.calibrated_length = Some(info.max_seq_len);
-    report.check("statistics", !statistics.layers.is_empty(), format!("{}, finite, symmetric, consistent", count(statistics.layers.len(), "layer")));
+    report.check(
+        "statistics",
+        !statistics.layers.is_empty(),
+        format!("{}, finite, symmetric, consistent", count(statistics.layers.len(), "layer")),
+    );
     let positions = format!("{} in {}", info.positions, count(info.sequence_hashes.len(), "sequence"));
     report.check("positions", info.positions > 0, positions);
     let gap = statistics.layers.keys().enumerate().find(|(at, layer)| at != *layer);
-    report.check("layers", gap.is_none(), gap.map_or_else(|| "without a gap".to_owned(), |(at, _)| format!("layer {at} is missing")));
+    report.check(
+        "layers",
+        gap.is_none(),
+        gap.map_or_else(|| "without a gap".to_owned(), |(at, _)| format!("layer {at} is missing")),
+    );
     report.fact("model", format!("{} ({})", info.model_id, info.family));
     report.fact("calibration", format!("{}, on {} in {}", info.source, info.device, info.compute));
     let scaling = info.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
@@ -79,11 +99,19 @@ fn describe(report: &mut Report, statistics: &Statistics) {
 }
 
 /// Conditioning of one pair of statistics, and the gain of its WUSH transform.
-fn measure(layer: usize, head: usize, role: Role, gram: &[f64], hessian: &[f64], dim: usize) -> Result<HeadReport, String> {
+fn measure(
+    layer: usize,
+    head: usize,
+    role: Role,
+    gram: &[f64],
+    hessian: &[f64],
+    dim: usize,
+) -> Result<HeadReport, String> {
     let place = |detail: String| format!("layer {layer}, KV head {head}: {detail}");
     let settings = Settings { damping: DAMPING, seed: 0, layer, head, role };
     let kind = find("wush").map_err(|error| place(error.to_string()))?;
-    let solution = solve(kind, &HeadProblem { gram, hessian, dim }, &settings).map_err(|error| place(error.to_string()))?;
+    let solution =
+        solve(kind, &HeadProblem { gram, hessian, dim }, &settings).map_err(|error| place(error.to_string()))?;
     solution.info.measures.map(report_of).ok_or_else(|| place("not measured".to_owned()))
 }
 

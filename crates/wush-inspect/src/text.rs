@@ -35,7 +35,12 @@ fn verdict(report: &Report) -> String {
     let failed: Vec<&str> = report.checks.iter().filter(|check| !check.ok).map(|check| check.name.as_str()).collect();
     match report.verdict {
         Verdict::Ok => format!("\nVerdict: ok ({} passed)\n", count(report.checks.len(), "check")),
-        Verdict::Failed => format!("\nVerdict: FAILED ({} of {}: {})\n", failed.len(), count(report.checks.len(), "check"), failed.join(", ")),
+        Verdict::Failed => format!(
+            "\nVerdict: FAILED ({} of {}: {})\n",
+            failed.len(),
+            count(report.checks.len(), "check"),
+            failed.join(", ")
+        ),
     }
 }
 
@@ -62,7 +67,11 @@ const COLUMNS: &[Column] = &[
     Column { title: "imbalance", figure: |head| head.value.as_ref().map(|value| value.imbalance), range: false },
     Column { title: "mean-key energy", figure: |head| head.mean_key_energy, range: false },
     Column { title: "fold error", figure: |head| head.fold.as_ref().and_then(|fold| fold.rel_error), range: false },
-    Column { title: "of rounding", figure: |head| head.fold.as_ref().and_then(|fold| fold.weights_excess), range: false },
+    Column {
+        title: "of rounding",
+        figure: |head| head.fold.as_ref().and_then(|fold| fold.weights_excess),
+        range: false,
+    },
 ];
 
 /// Condition number of the stored key transform, else what the solver reported.
@@ -76,7 +85,9 @@ pub(crate) fn value_condition(head: &HeadAudit) -> Option<f64> {
 }
 
 fn layers(report: &Report) -> String {
-    let known = |column: &&Column| report.layers.iter().flat_map(|layer| &layer.heads).any(|head| (column.figure)(head).is_some());
+    let known = |column: &&Column| {
+        report.layers.iter().flat_map(|layer| &layer.heads).any(|head| (column.figure)(head).is_some())
+    };
     let columns: Vec<&Column> = COLUMNS.iter().filter(known).collect();
     let with_ranks = report.kind == Kind::Statistics;
     if columns.is_empty() {
@@ -118,7 +129,8 @@ fn ranks(layer: &LayerAudit) -> [String; 2] {
         least(&|head| head.value.as_ref().map(|value| value.rank_gram)),
         least(&|head| head.value.as_ref().map(|value| value.rank_hessian)),
     ];
-    let dead = layer.heads.iter().flat_map(|head| [&head.key, &head.value]).flatten().map(|measures| measures.dead_channels);
+    let dead =
+        layer.heads.iter().flat_map(|head| [&head.key, &head.value]).flatten().map(|measures| measures.dead_channels);
     [ranks.join(", "), dead.sum::<usize>().to_string()]
 }
 
@@ -131,10 +143,14 @@ fn worst_heads(report: &Report) -> String {
     }
     let mut rows = Vec::new();
     let mut add = |title: &str, figure: &dyn Fn(&HeadAudit) -> Option<f64>, least: bool| {
-        let mut found: Vec<_> = all.iter().filter_map(|&(layer, head)| Some((figure(head)?, layer, head.head))).collect();
+        let mut found: Vec<_> =
+            all.iter().filter_map(|&(layer, head)| Some((figure(head)?, layer, head.head))).collect();
         found.sort_by(|a, b| if least { a.0.total_cmp(&b.0) } else { b.0.total_cmp(&a.0) });
-        let named: Vec<String> =
-            found.iter().take(WORST).map(|(figure, layer, head)| format!("{layer}.{head}: {}", shown(*figure))).collect();
+        let named: Vec<String> = found
+            .iter()
+            .take(WORST)
+            .map(|(figure, layer, head)| format!("{layer}.{head}: {}", shown(*figure)))
+            .collect();
         if !named.is_empty() {
             rows.push(vec![title.to_owned(), named.join("   ")]);
         }
@@ -149,7 +165,9 @@ fn worst_heads(report: &Report) -> String {
 
 /// Rows with aligned columns, indented; columns in `right` are flushed right. The last column is not padded.
 fn table(rows: &[Vec<String>], right: &[usize]) -> String {
-    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..rows.first().map_or(0, Vec::len)).map(width).collect();
     let mut out = String::new();
     for row in rows {
@@ -166,4 +184,3 @@ fn table(rows: &[Vec<String>], right: &[usize]) -> String {
     }
     out
 }
-

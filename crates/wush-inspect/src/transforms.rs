@@ -24,19 +24,40 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
     let detail = format!("{} and {}, all finite", count(transforms.layers.len(), "layer"), count(n_heads, "KV head"));
     report.check("transforms", n_heads > 0, detail);
     report.model_hash = Some(transforms.model_hash);
-    report.fact("transform", format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping));
+    report.fact(
+        "transform",
+        format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping),
+    );
     if let Some(calibration) = &transforms.calibration {
         describe_calibration(&mut report, calibration);
     }
     add_layers(&mut report, &transforms.report);
     if !transforms.report.is_empty() {
-        let complete = transforms.report.iter().map(|layer| (layer.layer, layer.key.len(), layer.value.len())).eq(
-            transforms.layers.iter().map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads)),
+        let complete = transforms
+            .report
+            .iter()
+            .map(|layer| (layer.layer, layer.key.len(), layer.value.len()))
+            .eq(transforms.layers.iter().map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads)));
+        report.check(
+            "solver's report",
+            complete,
+            if complete { "one entry a head" } else { "layers or heads are not those of the transforms" },
         );
-        report.check("solver's report", complete, if complete { "one entry a head" } else { "layers or heads are not those of the transforms" });
     }
-    check_role(&mut report, &transforms, "key transforms invertible", |layer| &layer.key, |head, cond| head.key_condition = cond);
-    check_role(&mut report, &transforms, "value transforms invertible", |layer| &layer.value, |head, cond| head.value_condition = cond);
+    check_role(
+        &mut report,
+        &transforms,
+        "key transforms invertible",
+        |layer| &layer.key,
+        |head, cond| head.key_condition = cond,
+    );
+    check_role(
+        &mut report,
+        &transforms,
+        "value transforms invertible",
+        |layer| &layer.value,
+        |head, cond| head.value_condition = cond,
+    );
     report
 }
 

@@ -165,7 +165,11 @@ impl Tiny {
         fs::create_dir_all(dir.join("extra")).expect("directory");
         fs::write(dir.join("extra/notes.bin"), [0_u8, 255, 10, 13]).expect("write");
         let name = |shard| {
-            if self.n_shards == 1 { "model.safetensors".to_owned() } else { format!("model-{:05}-of-{:05}.safetensors", shard + 1, self.n_shards) }
+            if self.n_shards == 1 {
+                "model.safetensors".to_owned()
+            } else {
+                format!("model-{:05}-of-{:05}.safetensors", shard + 1, self.n_shards)
+            }
         };
         let mut shards: Vec<Named> = vec![Vec::new(); self.n_shards];
         let mut map = BTreeMap::new();
@@ -194,7 +198,8 @@ impl Tiny {
             dim: self.head_dim,
             data: (0..self.n_kv_heads).flat_map(|_| well_conditioned(&mut rng, self.head_dim)).collect(),
         };
-        let layers = (0..self.n_layers).map(|layer| (layer, LayerTransforms { key: matrices(), value: matrices() })).collect();
+        let layers =
+            (0..self.n_layers).map(|layer| (layer, LayerTransforms { key: matrices(), value: matrices() })).collect();
         Transforms {
             layers,
             model_hash: model_hash(dir),
@@ -268,7 +273,10 @@ pub fn safetensors_bytes(tensors: &Named, dtype: &str) -> Vec<u8> {
     for (name, shape, values) in tensors {
         let begin = data.len();
         data.extend(encode(dtype, values));
-        entries.push(format!("\"{name}\": {{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{begin},{}]}}", data.len()));
+        entries.push(format!(
+            "\"{name}\": {{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{begin},{}]}}",
+            data.len()
+        ));
     }
     entries.insert(entries.len() / 2, "\"__metadata__\":{\"format\":\"pt\",\"a\":\"é\"}".to_owned());
     let mut json = format!("{{{}}}", entries.join(", ")).into_bytes();

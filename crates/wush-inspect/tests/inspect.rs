@@ -1,0 +1,633 @@
+//! Bundles, honest and tampered. The attacker of these tests recomputes every hash, so nothing but the numbers can tell.
+
+#[path = "../../wush-fold/tests/support/mod.rs"]
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use support::{Layout, Rng, Tiny, model_hash, well_conditioned};
+use tempfile::TempDir;
+use wush_checkpoint::Checkpoint;
+use wush_fold::{FoldDtype, FoldOutcome, fold, invert};
+use wush_format::bundle::{
+    KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
+};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::{
+    Basis, Calibration, Equivalence, FileEntry, FoldReport, HeadReport, LayerReport, MANIFEST_VERSION, Manifest, Solve,
+    Source, Status,
+};
+use wush_format::monitor::Quiet;
+use wush_format::tensor_file::TensorFile;
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+use wush_inspect::{Kind, Report, Verdict, inspect, to_html, to_text};
+use wush_model::arch::resolve;
+use wush_stats::{Statistics, StatsInfo};
+
+struct Bundle {
+    _root: TempDir,
+    source: PathBuf,
+    dir: PathBuf,
+}
+
+/// Wide enough that W_V has many more columns than rows, as in real models.
+fn tiny(layout: Layout) -> Tiny {
+    Tiny { n_heads: 4, n_kv_heads: 2, head_dim: 8, hidden: 96, layout, ..Tiny::default() }
+}
+
+impl Bundle {
+    fn of(tiny: &Tiny, dtype: FoldDtype) -> Self {
+        let root = TempDir::new().expect("temporary directory");
+        let source = root.path().join("source");
+        tiny.write(&source);
+        let transforms = tiny.transforms(&source);
+        Self::make(root, source, &transforms, dtype)
+    }
+
+    fn make(root: TempDir, source: PathBuf, transforms: &Transforms, dtype: FoldDtype) -> Self {
+        let dir = root.path().join("bundle");
+        let checkpoint = Checkpoint::open(&source).expect("opens");
+        let spec = resolve(&checkpoint, None).expect("understood");
+        fs::create_dir(&dir).expect("directory");
+        let outcome = fold(&checkpoint, &spec, transforms, &dir, dtype, &Quiet).expect("folds");
+        fs::create_dir(dir.join(WUSH_DIR)).expect("directory");
+        sidecars(transforms, outcome.folded_hash, &dir);
+        fs::write(dir.join("wush/README.md"), "# A card\n").expect("write");
+        let bundle = Self { _root: root, source, dir };
+        manifest(transforms, &outcome, dtype).save(&bundle.manifest_path()).expect("a valid manifest");
+        bundle.rehash();
+        bundle
+    }
+
+    fn manifest_path(&self) -> PathBuf {
+        self.dir.join(WUSH_DIR).join(MANIFEST)
+    }
+
+    fn edit_manifest(&self, edit: impl FnOnce(&mut Manifest)) {
+        let mut manifest = Manifest::load(&self.manifest_path()).expect("valid");
+        edit(&mut manifest);
+        manifest.save(&self.manifest_path()).expect("valid");
+    }
+
+    /// Makes every hash fit what lies there now: what an attacker would do.
+    fn rehash(&self) {
+        let hash = model_hash(&self.dir);
+        let path = |name| self.dir.join(WUSH_DIR).join(name);
+        if let Ok(mut keys) = KeySidecar::load(&path(KEY_TRANSFORMS)) {
+            keys.model_hash = hash;
+            keys.save(&path(KEY_TRANSFORMS)).expect("saved");
+        }
+        if let Ok(mut values) = ValueSidecar::load(&path(VALUE_TRANSFORMS)) {
+            values.model_hash = hash;
+            values.save(&path(VALUE_TRANSFORMS)).expect("saved");
+        }
+        let files = list(&self.dir, "");
+        self.edit_manifest(|manifest| {
+            manifest.basis.model_hash = hash;
+            manifest.files = files;
+        });
+    }
+
+    fn inspect(&self, with_base: bool) -> Report {
+        inspect(&self.dir, with_base.then_some(self.source.as_path()), &Quiet).expect("it can be inspected")
+    }
+
+    /// Changes one element of a tensor in place, in units of its shape's row-major order.
+    fn poke(&self, name: &str, element: usize, change: impl Fn(f64) -> f64) {
+        let checkpoint = Checkpoint::open(&self.dir).expect("opens");
+        let (shard, info) = checkpoint.locate(name).expect("there");
+        let dtype = format!("{:?}", info.dtype);
+        let (path, n_bytes) = (self.dir.join(&checkpoint.shards()[shard].file_name), support::size_of_dtype(&dtype));
+        let at = info.range.start + element * n_bytes;
+        drop(checkpoint);
+        let mut bytes = fs::read(&path).expect("readable");
+        let old = support::decode(&dtype, &bytes[at..at + n_bytes])[0];
+        let new = support::encode(&dtype, &[change(old)]);
+        assert_ne!(new, bytes[at..at + n_bytes], "the change must change something");
+        bytes[at..at + n_bytes].copy_from_slice(&new);
+        fs::remove_file(&path).expect("remove");
+        fs::write(&path, bytes).expect("write");
+    }
+}
+
+fn list(dir: &Path, prefix: &str) -> Vec<FileEntry> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).expect("directory") {
+        let entry = entry.expect("entry");
+        let path = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            files.extend(list(&entry.path(), &format!("{path}/")));
+        } else if path != format!("{WUSH_DIR}/{MANIFEST}") {
+            let (sha256, n_bytes) = hash_file(&entry.path()).expect("readable");
+            files.push(FileEntry { path, n_bytes, sha256 });
+        }
+    }
+    files.sort_by(|a, b| a.path.cmp(&b.path));
+    files
+}
+
+fn sidecars(transforms: &Transforms, model_hash: Sha, dir: &Path) {
+    let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
+    let mut keys = KeySidecar { layers: BTreeMap::new(), model_hash };
+    let mut values = ValueSidecar { layers: BTreeMap::new(), model_hash };
+    for (&layer, LayerTransforms { key, value }) in &transforms.layers {
+        let mut query = Vec::new();
+        for head in 0..key.n_heads {
+            let inverse = invert(key.head(head), key.dim).matrix;
+            query.extend((0..key.dim * key.dim).map(|at| inverse[(at % key.dim) * key.dim + at / key.dim]));
+        }
+        let (n_kv_heads, head_dim) = (key.n_heads, key.dim);
+        keys.layers.insert(layer, KeyLayer { n_kv_heads, head_dim, key: narrow(&key.data), query: narrow(&query) });
+        values.layers.insert(layer, ValueLayer { n_kv_heads, head_dim, value: narrow(&value.data) });
+    }
+    keys.save(&dir.join(WUSH_DIR).join(KEY_TRANSFORMS)).expect("saved");
+    values.save(&dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("saved");
+}
+
+fn head_report(gain: f64) -> HeadReport {
+    HeadReport {
+        cond_gram: 120.0,
+        cond_hessian: 40.0,
+        cond_transform: 3.5,
+        rank_gram: 8,
+        rank_hessian: 8,
+        dead_channels: 0,
+        trace_product_over_bound: 1.02,
+        predicted_gain: gain,
+        imbalance: 0.01,
+    }
+}
+
+fn layer_reports(transforms: &Transforms) -> Vec<LayerReport> {
+    let heads = |n: usize, layer: usize| {
+        (0..n).map(|head| head_report(1.5 + layer as f64 + 0.25 * head as f64)).collect::<Vec<_>>()
+    };
+    let report = |(&layer, entry): (&usize, &LayerTransforms)| LayerReport {
+        layer,
+        key: heads(entry.key.n_heads, layer),
+        value: heads(entry.value.n_heads, layer),
+    };
+    transforms.layers.iter().map(report).collect()
+}
+
+fn calibration() -> Calibration {
+    Calibration {
+        source: "text.txt".to_owned(),
+        tokens_hash: Sha([1; 32]),
+        sequences: 4,
+        tokens: 256,
+        max_seq_len: 64,
+        rope_scaling: None,
+        device: "cpu".to_owned(),
+        compute: "f32".to_owned(),
+    }
+}
+
+fn manifest(transforms: &Transforms, outcome: &FoldOutcome, dtype: FoldDtype) -> Manifest {
+    Manifest {
+        format_version: MANIFEST_VERSION,
+        tool: "wush 0.1.0".to_owned(),
+        status: Status::Complete,
+        source: Source {
+            id: "tiny".to_owned(),
+            revision: None,
+            family: "llama".to_owned(),
+            model_hash: outcome.model_hash,
+            files: outcome.source_files.clone(),
+        },
+        basis: Basis { kind: "folded-values".to_owned(), model_hash: outcome.folded_hash },
+        solve: Solve {
+            transform: "wush".to_owned(),
+            preset: "default".to_owned(),
+            damping: 0.01,
+            seed: 0,
+            stats_hash: Some(Sha([2; 32])),
+        },
+        calibration: Some(calibration()),
+        layers: layer_reports(transforms),
+        fold: FoldReport {
+            dtype: dtype.name().to_owned(),
+            max_rel_error: outcome.report.max_rel_error,
+            worst_layer: outcome.report.worst_layer,
+        },
+        equivalence: Some(Equivalence {
+            tokens: 63,
+            nll_source: 2.0,
+            nll_bundle: 2.0001,
+            mean_kl: 1e-6,
+            max_logit_diff: 0.01,
+            max_nll_diff: 0.001,
+            tolerance: 5e-4,
+            passed: true,
+        }),
+        files: outcome.files.clone(),
+    }
+}
+
+fn failed(report: &Report) -> Vec<&str> {
+    report.checks.iter().filter(|check| !check.ok).map(|check| check.name.as_str()).collect()
+}
+
+#[track_caller]
+fn assert_only(report: &Report, expected: &[&str]) {
+    assert_eq!(failed(report), expected, "{}", to_text(report));
+    assert_eq!(report.verdict, if expected.is_empty() { Verdict::Ok } else { Verdict::Failed });
+}
+
+#[test]
+fn an_honest_bundle_passes_alone_and_against_its_base() {
+    for layout in [Layout::Llama, Layout::LlamaBias, Layout::Qwen2, Layout::Phi3] {
+        for (dtype, stored, n_shards) in [
+            (FoldDtype::Keep, "BF16", 1),
+            (FoldDtype::F32, "BF16", 3),
+            (FoldDtype::Keep, "F16", 2),
+            (FoldDtype::Keep, "F32", 1),
+        ] {
+            let bundle = Bundle::of(&Tiny { dtype: stored, n_shards, ..tiny(layout) }, dtype);
+            let report = bundle.inspect(false);
+            assert_only(&report, &[]);
+            assert_eq!((report.kind, report.calibrated_length), (Kind::Bundle, Some(64)));
+            let report = bundle.inspect(true);
+            assert_only(&report, &[]);
+            assert!(report.checks.len() > 15);
+            let heads: Vec<_> = report.layers.iter().flat_map(|layer| &layer.heads).collect();
+            assert_eq!(heads.len(), 4);
+            for head in heads {
+                let fold = head.fold.as_ref().expect("compared");
+                assert!(fold.ok && fold.rel_error.is_some_and(|error| error > 0.0 && error < 0.02));
+                assert!(head.key_condition.is_some() && head.value_condition.is_some() && head.key.is_some());
+            }
+            let json = serde_json::to_string(&report).expect("JSON");
+            assert_eq!(serde_json::from_str::<Report>(&json).expect("the same back"), report);
+        }
+    }
+}
+
+#[test]
+fn text_and_page_say_what_was_found() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    let report = bundle.inspect(true);
+    let text = to_text(&report);
+    for part in
+        ["calibrated length  64 tokens", "query = key^{-T}", "key gain", "1.50 – 1.75", "fold error", "Worst heads"]
+    {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+    assert!(text.trim_end().lines().last().is_some_and(|line| line.starts_with("Verdict: ok (")), "{text}");
+    let page = to_html(&report);
+    for part in [
+        "Keys: predicted gain",
+        "Values: condition number",
+        "Keys: sensitivity imbalance",
+        "Fold error",
+        "prefers-color-scheme:dark",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
+    assert!(page.matches("<title>layer 1, KV head 1: ").count() >= 8);
+    if let Some(dir) = std::env::var_os("WUSH_KEEP_PAGE") {
+        fs::write(Path::new(&dir).join("inspect.html"), page).expect("write");
+    }
+}
+
+#[test]
+fn a_changed_file_is_found_by_its_hash() {
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    bundle.poke(name, 7, |x| x + 0.5);
+    assert_only(
+        &bundle.inspect(false),
+        &["files", "folded weights", "key sidecar belongs to the weights", "value sidecar belongs to the weights"],
+    );
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    fs::remove_file(bundle.dir.join("LICENSE")).expect("remove");
+    fs::write(bundle.dir.join("wush/extra.bin"), "x").expect("write");
+    let report = bundle.inspect(false);
+    assert_only(&report, &["files", "unlisted files"]);
+    assert!(
+        report.checks.iter().any(|check| check.detail.contains("LICENSE"))
+            && to_text(&report).contains("wush/extra.bin")
+    );
+}
+
+/// Twice the half spacing of bf16 at `x`.
+fn spacing(x: f64) -> f64 {
+    2f64.powi(x.abs().log2().floor() as i32 - 7)
+}
+
+/// Tampers, recomputes all hashes, and expects exactly these checks to fail when the base is at hand, and none without.
+#[track_caller]
+fn tampered(layout: Layout, tamper: impl Fn(&Bundle), expected: &[&str]) {
+    let bundle = Bundle::of(&tiny(layout), FoldDtype::Keep);
+    tamper(&bundle);
+    bundle.rehash();
+    assert_only(&bundle.inspect(false), &[]);
+    let report = bundle.inspect(true);
+    for name in expected {
+        assert!(failed(&report).contains(name), "{name} did not fail:\n{}", to_text(&report));
+    }
+    assert_eq!(report.verdict, Verdict::Failed);
+    // A large enough change of a folded tensor is also a change of the function.
+    let also = if expected.len() > 1 { "same function" } else { "" };
+    let foreign = failed(&report).into_iter().find(|name| !expected.contains(name) && *name != also);
+    assert_eq!(foreign, None, "{}", to_text(&report));
+}
+
+#[test]
+fn tampering_is_found_although_the_hashes_were_recomputed() {
+    let layer = "model.layers.1.self_attn";
+    let sidecar = "value sidecar is what was folded";
+    // One element, by eight spacings of numbers about as large as the largest of these rows.
+    let by = 8.0 * spacing(1.5);
+    tampered(
+        Layout::Llama,
+        |b| b.poke(&format!("{layer}.v_proj.weight"), 100, |x| x + by),
+        &["folded values", sidecar],
+    );
+    tampered(
+        Layout::Llama,
+        |b| b.poke(&format!("{layer}.o_proj.weight"), 100, |x| x - by),
+        &["folded outputs", sidecar],
+    );
+    tampered(
+        Layout::Phi3,
+        |b| b.poke(&format!("{layer}.qkv_proj.weight"), (32 + 16 + 3) * 96 + 5, |x| x + by),
+        &["folded values", sidecar],
+    );
+    tampered(
+        Layout::Qwen2,
+        |b| b.poke(&format!("{layer}.v_proj.bias"), 3, |x| x + 4.0 * by),
+        &["folded values", sidecar],
+    );
+    // What is not folded must be the base's to the bit.
+    tampered(
+        Layout::Phi3,
+        |b| b.poke(&format!("{layer}.qkv_proj.weight"), 5, |x| x + spacing(x)),
+        &["untouched tensors"],
+    );
+    tampered(
+        Layout::LlamaBias,
+        |b| b.poke(&format!("{layer}.o_proj.bias"), 5, |x| x + spacing(x)),
+        &["untouched tensors"],
+    );
+    tampered(Layout::Llama, |b| b.poke("model.embed_tokens.weight", 0, |x| x + spacing(x)), &["untouched tensors"]);
+    tampered(Layout::Llama, |b| fs::write(b.dir.join("LICENSE"), "Another.\n").expect("write"), &["other files"]);
+    tampered(Layout::Llama, |b| fs::write(b.dir.join("more.py"), "import os\n").expect("write"), &["other files"]);
+}
+
+#[test]
+fn one_spacing_is_found_with_the_sidecar() {
+    let sidecar = "value sidecar is what was folded";
+    tampered(
+        Layout::Llama,
+        |b| b.poke("model.layers.0.self_attn.v_proj.weight", 200, |x| x + 1.5 * spacing(x)),
+        &[sidecar],
+    );
+    tampered(
+        Layout::Llama,
+        |b| b.poke("model.layers.0.self_attn.o_proj.weight", 200, |x| x + 1.5 * spacing(x)),
+        &[sidecar],
+    );
+}
+
+#[test]
+fn a_changed_configuration_is_found() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    let path = bundle.dir.join("config.json");
+    let text = fs::read_to_string(&path).expect("readable").replace("10000.0", "20000.0");
+    fs::write(&path, text).expect("write");
+    bundle.rehash();
+    assert_only(&bundle.inspect(true), &["other files", "same model"]);
+}
+
+#[test]
+fn sidecars_are_checked_against_themselves_and_the_weights() {
+    let keys = |edit: &dyn Fn(&mut KeySidecar)| {
+        let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+        let path = bundle.dir.join(WUSH_DIR).join(KEY_TRANSFORMS);
+        let mut sidecar = KeySidecar::load(&path).expect("loads");
+        edit(&mut sidecar);
+        sidecar.save(&path).expect("saves");
+        bundle.rehash();
+        bundle
+    };
+    let bundle = keys(&|sidecar| sidecar.layers.get_mut(&1).expect("layer 1").key[70] += 1e-4);
+    assert_only(&bundle.inspect(false), &["query = key^{-T}"]);
+    let bundle = keys(&|sidecar| sidecar.layers.get_mut(&0).expect("layer 0").query[3] *= 1.001);
+    assert_only(&bundle.inspect(false), &["query = key^{-T}"]);
+    let bundle = keys(&|sidecar| drop(sidecar.layers.remove(&1)));
+    assert_only(&bundle.inspect(false), &["key sidecar"]);
+    let bundle = keys(&|sidecar| {
+        let layer = sidecar.layers.get_mut(&0).expect("layer 0");
+        layer.key.copy_within(0..8, 8);
+    });
+    assert_only(&bundle.inspect(false), &["query = key^{-T}", "key conditioning"]);
+
+    let values = |edit: &dyn Fn(&mut ValueLayer)| {
+        let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+        let path = bundle.dir.join(WUSH_DIR).join(VALUE_TRANSFORMS);
+        let mut sidecar = ValueSidecar::load(&path).expect("loads");
+        edit(sidecar.layers.get_mut(&1).expect("layer 1"));
+        sidecar.save(&path).expect("saves");
+        bundle.rehash();
+        bundle
+    };
+    let bundle = values(&|layer| layer.value[9] += 0.05);
+    assert_only(&bundle.inspect(false), &[]);
+    assert_only(&bundle.inspect(true), &["value sidecar is what was folded"]);
+    let bundle = values(&|layer| layer.value.copy_within(0..8, 8));
+    assert_only(&bundle.inspect(false), &["value transforms invertible"]);
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    fs::remove_file(bundle.dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("remove");
+    bundle.rehash();
+    assert_only(&bundle.inspect(true), &["value sidecar"]);
+}
+
+#[test]
+fn the_manifest_is_not_believed() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    bundle.edit_manifest(|manifest| manifest.status = Status::Failed);
+    assert_only(&bundle.inspect(false), &["status"]);
+    bundle.rehash();
+    bundle.edit_manifest(|manifest| {
+        manifest.status = Status::Complete;
+        manifest.equivalence.as_mut().expect("there").nll_bundle = 2.1;
+    });
+    assert_only(&bundle.inspect(false), &["equivalence"]);
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    bundle.edit_manifest(|manifest| manifest.basis.model_hash = Sha([9; 32]));
+    assert_only(&bundle.inspect(false), &["folded weights"]);
+    bundle.rehash();
+    bundle.edit_manifest(|manifest| {
+        manifest.layers[1].key.truncate(1);
+        manifest.layers[1].value.truncate(1);
+    });
+    assert_only(&bundle.inspect(false), &["solver's report"]);
+    fs::write(bundle.manifest_path(), "{\"format_version\": 99}").expect("write");
+    assert_only(&bundle.inspect(false), &["manifest"]);
+    fs::remove_file(bundle.manifest_path()).expect("remove");
+    assert!(failed(&bundle.inspect(true)).contains(&"manifest"));
+}
+
+#[test]
+fn another_base_is_not_the_source() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    let other = TempDir::new().expect("temporary directory");
+    Tiny { seed: 2, ..tiny(Layout::Llama) }.write(other.path());
+    let report = inspect(&bundle.dir, Some(other.path()), &Quiet).expect("it can be inspected");
+    let names = failed(&report);
+    for name in ["base is the source", "untouched tensors", "folded values", "folded outputs", "same function"] {
+        assert!(names.contains(&name), "{name}: {}", to_text(&report));
+    }
+    let missing = inspect(&bundle.dir, Some(&other.path().join("nowhere")), &Quiet).expect_err("no base");
+    assert!(missing.to_string().starts_with("base: "), "{missing}");
+}
+
+#[test]
+fn a_damaged_shard_is_a_failed_check() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    let path = bundle.dir.join("model.safetensors");
+    let bytes = fs::read(&path).expect("readable");
+    fs::write(&path, &bytes[..bytes.len() - 9]).expect("write");
+    assert_only(&bundle.inspect(false), &["files", "checkpoint"]);
+}
+
+#[test]
+fn a_checkpoint_transforms_and_other_files_are_told_apart() {
+    let root = TempDir::new().expect("temporary directory");
+    let (source, path) = (root.path().join("source"), root.path().join("t.safetensors"));
+    let tiny = tiny(Layout::Llama);
+    tiny.write(&source);
+    let report = inspect(&source, None, &Quiet).expect("a checkpoint");
+    assert_only(&report, &[]);
+    assert_eq!(report.kind, Kind::Checkpoint);
+    assert_only(&inspect(&source, Some(&source), &Quiet).expect("the same twice"), &[]);
+
+    let mut transforms = tiny.transforms(&source);
+    transforms.calibration = Some(calibration());
+    transforms.report = layer_reports(&transforms);
+    transforms.save(&path).expect("saved");
+    let report = inspect(&path, Some(&source), &Quiet).expect("transforms");
+    assert_only(&report, &[]);
+    assert_eq!((report.kind, report.calibrated_length), (Kind::Transforms, Some(64)));
+    transforms.model_hash = Sha([3; 32]);
+    transforms.layers.get_mut(&1).expect("layer 1").key.data.copy_within(0..8, 8);
+    transforms.save(&path).expect("saved");
+    assert_only(
+        &inspect(&path, Some(&source), &Quiet).expect("transforms"),
+        &["key transforms invertible", "belongs to base"],
+    );
+
+    let shard = source.join("model.safetensors");
+    for (path, part) in [
+        (&shard, "format"),
+        (&source.join("LICENSE"), "expected a directory"),
+        (&root.path().to_path_buf(), "not a checkpoint"),
+    ] {
+        let error = inspect(path, None, &Quiet).expect_err("nothing of wush's");
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    assert!(inspect(&root.path().join("nowhere"), None, &Quiet).is_err());
+}
+
+#[test]
+fn statistics_show_ranks_gains_and_the_mean_key() {
+    let root = TempDir::new().expect("temporary directory");
+    let (source, path) = (root.path().join("source"), root.path().join("s.safetensors"));
+    let tiny = tiny(Layout::Llama);
+    tiny.write(&source);
+    let checkpoint = Checkpoint::open(&source).expect("opens");
+    let spec = resolve(&checkpoint, None).expect("understood");
+    let (n_tokens, dim) = (64, tiny.head_dim);
+    let info = StatsInfo {
+        format_version: wush_stats::STATS_VERSION,
+        tool: "wush 0.1.0".to_owned(),
+        model_id: "tiny".to_owned(),
+        model_hash: model_hash(&source),
+        family: "llama".to_owned(),
+        n_heads: tiny.n_heads,
+        n_kv_heads: tiny.n_kv_heads,
+        head_dim: dim,
+        positions: n_tokens,
+        max_seq_len: n_tokens,
+        source: "text.txt".to_owned(),
+        rope_scaling: None,
+        device: "cpu".to_owned(),
+        compute: "f32".to_owned(),
+        sequence_hashes: vec![Sha([5; 32])],
+    };
+    let mut statistics = Statistics::new(&spec, info);
+    let mut rng = Rng(11);
+    for layer in statistics.layers.values_mut() {
+        for head in 0..tiny.n_kv_heads {
+            // All keys the same: rank 1, and all their energy in the mean. Values with one dead coordinate.
+            let key = rng.normals(dim, 1.0);
+            let add = |gram: &mut HeadMatrices, x: &[f64]| {
+                let gram = gram.head_mut(head);
+                (0..dim * dim).for_each(|at| gram[at] += x[at / dim] * x[at % dim]);
+            };
+            for _ in 0..n_tokens {
+                add(&mut layer.key_gram, &key);
+                add(&mut layer.query_gram, &rng.normals(dim, 1.0));
+                let mut value = rng.normals(dim, 1.0);
+                value[2] = 0.0;
+                add(&mut layer.value_gram, &value);
+            }
+            for row in well_conditioned(&mut rng, dim).chunks(dim) {
+                add(&mut layer.output_gram, row);
+            }
+            layer.key_sum[head * dim..(head + 1) * dim]
+                .iter_mut()
+                .zip(&key)
+                .for_each(|(sum, x)| *sum = x * n_tokens as f64);
+        }
+    }
+    statistics.save(&path).expect("saved");
+    let report = inspect(&path, Some(&source), &Quiet).expect("statistics");
+    assert_only(&report, &[]);
+    assert_eq!(report.kind, Kind::Statistics);
+    for head in report.layers.iter().flat_map(|layer| &layer.heads) {
+        let (key, value) = (head.key.as_ref().expect("measured"), head.value.as_ref().expect("measured"));
+        assert_eq!((key.rank_gram, key.rank_hessian, value.rank_gram, value.rank_hessian), (1, 8, 7, 8));
+        assert!(head.mean_key_energy.is_some_and(|share| (share - 1.0).abs() < 1e-12));
+        assert!(key.predicted_gain >= 1.0 && value.predicted_gain >= 1.0);
+    }
+    let text = to_text(&report);
+    assert!(text.contains("1, 8, 7, 8") && text.contains("mean-key energy"), "{text}");
+    // A file that no calibration made.
+    let file = TensorFile::open(&path).expect("opens");
+    let range = file.tensors()["layers.0.key_gram"].range.clone();
+    let mut bytes = file.bytes().to_vec();
+    drop(file);
+    bytes[range.start..range.start + 8].copy_from_slice(&f64::NAN.to_le_bytes());
+    fs::write(&path, bytes).expect("write");
+    assert_only(&inspect(&path, None, &Quiet).expect("inspected"), &["statistics"]);
+}
+
+#[test]
+fn the_demonstration_model_folded_passes() {
+    let root = TempDir::new().expect("temporary directory");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
+    let source = root.path().join("source");
+    fs::create_dir(&source).expect("directory");
+    for name in
+        ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    {
+        fs::copy(demo.join(name), source.join(name)).expect("copied");
+    }
+    let checkpoint = Checkpoint::open(&source).expect("opens");
+    let spec = resolve(&checkpoint, None).expect("understood");
+    let tiny = Tiny { n_layers: spec.layers.len(), n_kv_heads: 2, head_dim: 64, ..Tiny::default() };
+    let bundle = Bundle::make(root, source.clone(), &tiny.transforms(&source), FoldDtype::Keep);
+    let report = bundle.inspect(true);
+    assert_only(&report, &[]);
+    // A trained model's values, and one element of one of them.
+    bundle.poke("model.layers.3.self_attn.v_proj.weight", 64 * 256 + 17, |x| x + 0.3);
+    bundle.rehash();
+    let report = bundle.inspect(true);
+    assert!(failed(&report).contains(&"folded values"), "{}", to_text(&report));
+    assert!(report.checks.iter().any(|check| check.detail.contains("layer 3, KV head 1")));
+}
