@@ -99,6 +99,7 @@ pub fn filters() -> Vec<(&'static str, &'static str)> {
         (r"[0-9a-f]{64}", "[sha]"),
         (r"wush \d+\.\d+\.\d+", "wush [version]"),
         (r"\d+ tokens/s", "[rate]"),
+        (r"in layer \d+", "in layer [n]"),
         (r"[+-]?\d+(\.\d+)?e[+-]?\d+", "[float]"),
         (r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b", "[bytes]"),
         (r"\d+(\.\d+)? s\b", "[time]"),

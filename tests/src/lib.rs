@@ -152,6 +152,8 @@ impl Program {
     fn confine(&self, command: &mut Command) {
         command.current_dir(&self.dir).stdin(Stdio::null());
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.dir.join("no-hub")).env_remove("HF_HUB_CACHE");
+        // The width of help texts.
+        command.env_remove("COLUMNS");
     }
 
     /// Runs it to its end.

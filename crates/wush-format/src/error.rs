@@ -96,11 +96,13 @@ impl FormatError {
 
     /// The remedy, if one is known: a line of its own, never part of the message.
     pub fn hint(&self) -> Option<String> {
-        use std::io::ErrorKind::{NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+        use std::io::ErrorKind::{
+            NotADirectory, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+        };
         let hint = match self {
             Self::Io { source, .. } => match source.kind() {
                 StorageFull | QuotaExceeded => "free some space, or write to another disk; nothing was left behind",
-                NotFound => "check the path; a directory to write into must exist already",
+                NotFound | NotADirectory => "check the path; a directory to write into must exist already",
                 PermissionDenied => "check who owns the path and its permissions",
                 ReadOnlyFilesystem => "write to another disk",
                 _ => return None,

@@ -101,6 +101,9 @@ impl ModelError {
                 "the weights or the calibration text make this model overflow; check the checkpoint against its source, \
                  or pass other calibration text"
             }
+            Self::Config { .. } => {
+                "check config.json against the checkpoint's source: it may be damaged or of another model"
+            }
             Self::UnknownFamily { .. } => "docs/families.md lists what is supported and what is refused, and why",
             Self::MissingTensor { .. } | Self::Tensor { .. } => {
                 "the checkpoint and its config.json do not belong together, or a file is damaged"

@@ -91,7 +91,8 @@ fn key_layer(layer: usize, keys: &HeadMatrices) -> Result<KeyLayer> {
         let inverse = wush_fold::invert(keys.head(head), dim);
         let condition = inverse.condition;
         // In this form a NaN fails, too.
-        if !(condition <= limit) {
+        let is_usable = condition <= limit;
+        if !is_usable {
             return Err(PipelineError::SingularKey { layer, head, condition, limit });
         }
         query.extend((0..dim * dim).map(|at| inverse.matrix[(at % dim) * dim + at / dim] as f32));

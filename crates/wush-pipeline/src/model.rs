@@ -49,6 +49,8 @@ impl Model {
         if checkpoint.is_bundle() {
             return Err(PipelineError::AlreadyFolded { path: found.dir });
         }
+        // What cannot be copied is found now, not after hours.
+        checkpoint.other_files()?;
         let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;
         Ok(Self {
             id: found.id,

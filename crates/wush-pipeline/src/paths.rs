@@ -1,5 +1,6 @@
 //! Outputs are checked before any work: an hour of calibration must not end at a directory that was there all along.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use wush_format::FormatError;
@@ -93,7 +94,7 @@ fn require_absent(path: &Path) -> Result<()> {
     // Not `exists`: a dangling link is something, too.
     match path.symlink_metadata() {
         Ok(_) => Err(PipelineError::OutputExists { path: path.to_owned() }),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(()),
         Err(error) => Err(FormatError::io(path, "look at", error).into()),
     }
 }
@@ -103,7 +104,7 @@ fn require_parent(path: &Path) -> Result<()> {
     match parent.metadata() {
         Ok(metadata) if metadata.is_dir() => Ok(()),
         Ok(_) => {
-            let error = std::io::Error::from(std::io::ErrorKind::NotADirectory);
+            let error = std::io::Error::from(ErrorKind::NotADirectory);
             Err(FormatError::io(parent, "write into", error).into())
         }
         Err(error) => Err(FormatError::io(parent, "write into", error).into()),

@@ -215,6 +215,6 @@ pub struct DemoReport {
 impl DemoReport {
     /// Whether conversion and audit both passed.
     pub fn passed(&self) -> bool {
-        self.convert.verdict == Verdict::Ok && self.inspect.passed()
+        self.convert.verdict == Verdict::Ok && self.inspect.verdict == wush_inspect::Verdict::Ok
     }
 }

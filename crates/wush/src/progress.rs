@@ -104,7 +104,8 @@ impl Stage {
     /// "calibrate: 4096 of 16384 tokens, 512 tokens/s, 24 s left".
     fn line(&self) -> String {
         let (name, unit) = (&self.name, self.unit);
-        let counts = format!("{} of {}", count(self.done, unit), count(self.total, unit));
+        let done = if unit == "bytes" { human_bytes(self.done) } else { self.done.to_string() };
+        let counts = format!("{done} of {}", count(self.total, unit));
         match self.rate() {
             Some(rate) => {
                 let left = Duration::from_secs_f64((self.total.saturating_sub(self.done) as f64 / rate).min(1e9));

@@ -104,7 +104,7 @@ impl Report for wush_pipeline::audit::Report {
     }
 
     fn passed(&self) -> bool {
-        self.passed()
+        self.verdict == wush_pipeline::audit::Verdict::Ok
     }
 }
 
