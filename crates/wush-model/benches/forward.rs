@@ -16,6 +16,10 @@ use wush_model::cpu::Cpu;
 use wush_model::decoder::{Decoder, Observer};
 use wush_model::spec::ModelSpec;
 
+/// As in the binary.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Repetitions of a timing; the fastest counts.
 const REPEATS: usize = 7;
 
