@@ -84,7 +84,11 @@ fn transforms(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<Transforms, E
     let mut matrices = |n_heads: usize, dim: usize| {
         let mut out = HeadMatrices::zeros(n_heads, dim);
         out.data.iter_mut().for_each(|x| *x = next() / (dim as f64).sqrt());
-        out.data.iter_mut().enumerate().filter(|(i, _)| i % (dim * dim) % (dim + 1) == 0).for_each(|(_, x)| *x += 1.0);
+        out.data
+            .iter_mut()
+            .enumerate()
+            .filter(|(i, _)| (i % (dim * dim)).is_multiple_of(dim + 1))
+            .for_each(|(_, x)| *x += 1.0);
         out
     };
     let layer = |attn: &wush_model::spec::AttentionSpec| LayerTransforms {
