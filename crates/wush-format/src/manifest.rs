@@ -199,7 +199,7 @@ pub struct Equivalence {
     pub max_logit_diff: f64,
     /// Largest absolute NLL difference of one token.
     pub max_nll_diff: f64,
-    /// Tolerance on |nll_bundle − nll_source| / nll_source.
+    /// Tolerance on |nll_bundle − nll_source| / nll_source, and on mean_kl / nll_source.
     pub tolerance: f64,
     /// Whether it passed.
     pub passed: bool,
