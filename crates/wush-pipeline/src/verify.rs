@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
 use wush_checkpoint::Checkpoint;
 use wush_fold::FoldDtype;
 use wush_format::bundle::KeySidecar;
@@ -126,27 +127,19 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds positions: `ours` and `theirs` are logits `[targets, vocab]`, `targets` the tokens that follow.
+    /// Adds positions: `ours` and `theirs` are logits `[targets, vocab]`, `targets` the tokens that follow. Rows are compared
+    /// in parallel and added in order.
     fn add_block(&mut self, ours: &[f32], theirs: &[f32], targets: &[u32], vocab_size: usize) {
-        let rows = ours.chunks_exact(vocab_size).zip(theirs.chunks_exact(vocab_size));
-        for ((ours, theirs), &target) in rows.zip(targets) {
-            self.add(ours, theirs, target as usize);
+        let rows = ours.par_chunks_exact(vocab_size).zip(theirs.par_chunks_exact(vocab_size)).zip(targets);
+        let rows: Vec<Row> = rows.map(|((ours, theirs), &target)| Row::compare(ours, theirs, target as usize)).collect();
+        for row in rows {
+            self.tokens += 1;
+            self.nll_source += row.nll_source;
+            self.nll_bundle += row.nll_bundle;
+            self.kl += row.kl;
+            self.max_logit_diff = max_or_nan(self.max_logit_diff, row.max_logit_diff);
+            self.max_nll_diff = max_or_nan(self.max_nll_diff, (row.nll_source - row.nll_bundle).abs());
         }
-    }
-
-    fn add(&mut self, ours: &[f32], theirs: &[f32], target: usize) {
-        let (log_z, log_z_bundle) = (log_sum_exp(ours), log_sum_exp(theirs));
-        let nll = log_z - f64::from(ours[target]);
-        let nll_bundle = log_z_bundle - f64::from(theirs[target]);
-        for (&p, &q) in ours.iter().zip(theirs) {
-            let (log_p, log_q) = (f64::from(p) - log_z, f64::from(q) - log_z_bundle);
-            self.kl += log_p.exp() * (log_p - log_q);
-            self.max_logit_diff = max_or_nan(self.max_logit_diff, f64::from(p - q).abs());
-        }
-        self.max_nll_diff = max_or_nan(self.max_nll_diff, (nll - nll_bundle).abs());
-        self.nll_source += nll;
-        self.nll_bundle += nll_bundle;
-        self.tokens += 1;
     }
 
     /// The means, and whether they pass. Written so that a NaN fails; what is not finite is stated as the largest f64,
@@ -166,6 +159,29 @@ impl Sums {
             tolerance,
             passed,
         }
+    }
+}
+
+/// One position.
+struct Row {
+    nll_source: f64,
+    nll_bundle: f64,
+    kl: f64,
+    max_logit_diff: f64,
+}
+
+impl Row {
+    fn compare(ours: &[f32], theirs: &[f32], target: usize) -> Self {
+        let (log_z, log_z_bundle) = (log_sum_exp(ours), log_sum_exp(theirs));
+        let (mut kl, mut max_logit_diff) = (0.0, 0.0);
+        for (&p, &q) in ours.iter().zip(theirs) {
+            let (log_p, log_q) = (f64::from(p) - log_z, f64::from(q) - log_z_bundle);
+            kl += log_p.exp() * (log_p - log_q);
+            max_logit_diff = max_or_nan(max_logit_diff, f64::from(p - q).abs());
+        }
+        let nll_source = log_z - f64::from(ours[target]);
+        let nll_bundle = log_z_bundle - f64::from(theirs[target]);
+        Self { nll_source, nll_bundle, kl, max_logit_diff }
     }
 }
 
