@@ -4,8 +4,9 @@
     python3 bundle_vs_base.py BASE BUNDLE TOKENS.json [--dtype bfloat16|float32] [--sequences N] [--threads N]
 
 TOKENS.json holds token-id lists. Checks that the bundle loads with no missing, unexpected or mismatched key, and compares the
-negative log likelihoods of both. Prints one JSON line; exits 1 when the mean NLL differs by more than 0.05 %, or, with float32 on
-a bundle made with `--fold-dtype f32`, when any token's differs by more than 1e-3 nats.
+negative log likelihoods of both. Prints one JSON line; exits 1 when the mean NLL differs by more than 0.05 %, or, for a bundle made
+with `--fold-dtype f32`, when any token's differs by more than 1e-3 nats. With `--dtype bfloat16` torch rounds every activation: the
+two models then differ by that noise, which is larger than the fold's (compare a base in both dtypes).
 """
 import argparse
 import json
@@ -40,7 +41,7 @@ def main():
     parser.add_argument("base")
     parser.add_argument("bundle")
     parser.add_argument("tokens")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -59,7 +60,8 @@ def main():
         "dtype": args.dtype, "tokens": len(base), "nll_base": base.mean().item(), "nll_bundle": bundle.mean().item(),
         "relative_mean_diff": mean_diff, "mean_token_diff": token_diff.mean().item(), "max_token_diff": token_diff.max().item(),
     }))
-    ok = mean_diff <= MEAN_LIMIT and (args.dtype != "float32" or token_diff.max().item() <= TOKEN_LIMIT)
+    wide = json.load(open(f"{args.bundle}/wush/manifest.json"))["fold"]["dtype"] == "f32"
+    ok = mean_diff <= MEAN_LIMIT and (not wide or token_diff.max().item() <= TOKEN_LIMIT)
     sys.exit(0 if ok else 1)
 
 

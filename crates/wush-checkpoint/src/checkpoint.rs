@@ -94,6 +94,14 @@ impl Checkpoint {
         Ok(self.shards[shard].file.tensor(name)?)
     }
 
+    /// Lets the system take back the memory of a tensor's pages (see [`TensorFile::release`]): after a layer was widened,
+    /// its stored form is not needed until the next pass.
+    pub fn release(&self, name: &str) {
+        if let Some((shard, info)) = self.locate(name) {
+            self.shards[shard].file.release(info.range.clone());
+        }
+    }
+
     /// The number of a tensor's shard in [`Checkpoint::shards`], and its place there; none when there is no such tensor.
     pub fn locate(&self, name: &str) -> Option<(usize, &TensorInfo)> {
         let shard = *self.tensors.get(name)?;

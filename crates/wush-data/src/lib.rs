@@ -1,7 +1,7 @@
 //! Calibration data in: text, JSON lines, parquet tables, lists of token ids, local or from the hub, packed into
 //! sequences.
 //!
-//! Enters: a [`CalibSource`] and the model's tokenizer. Leaves: [`Packed`] sequences of token ids and their hash. A
+//! Enters: a [`CalibSource`] and the model's tokenizer. Leaves: [`Packed`] sequences of token ids. A
 //! source is read in order and only as far as needed, with memory bounded whatever a file claims. Nothing is shuffled,
 //! filtered or sampled, so the same source gives the same ids.
 //!
@@ -10,14 +10,12 @@
 //!
 //! let source: CalibSource = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*".parse()?;
 //! assert_eq!(source, CalibSource::default());
-//! assert_ne!(wush_data::sequence_hash(&[1, 2]), wush_data::sequence_hash(&[2, 1]));
 //! # Ok::<(), wush_data::DataError>(())
 //! ```
 
 mod documents;
 mod error;
 mod files;
-mod hash;
 mod ids;
 mod lines;
 mod pack;
@@ -36,7 +34,6 @@ use pack::Packer;
 use source::{Compression, FileKind};
 
 pub use error::{DataError, Result};
-pub use hash::{sequence_hash, tokens_hash};
 pub use pack::{DEFAULT_SEQUENCES, PackOptions, Packed};
 pub use source::CalibSource;
 

@@ -2,8 +2,6 @@
 //! any) at the start of each and within its length. Enters: ids of documents, in order. Leaves: full sequences; what
 //! does not fill the last one is dropped. Knows nothing of files.
 
-use wush_format::hash::Sha;
-
 use crate::{DataError, Result};
 
 /// Sequences packed from text when no number is given: the paper's.
@@ -47,14 +45,11 @@ pub struct Packed {
     /// Where they came from, for people: a file's or folder's name without the directories above it, or
     /// `hf:org/name@commit[:glob]`.
     pub source: String,
-    /// [`crate::tokens_hash`] of the sequences.
-    pub tokens_hash: Sha,
 }
 
 impl Packed {
     pub(crate) fn new(sequences: Vec<Vec<u32>>, source: String) -> Self {
-        let tokens_hash = crate::tokens_hash(&sequences);
-        Self { sequences, source, tokens_hash }
+        Self { sequences, source }
     }
 }
 

@@ -18,6 +18,7 @@ use wush_format::FormatError;
 use wush_format::hash::{HashingWriter, Sha};
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
+use wush_format::tensor_file::TensorFile;
 
 use crate::block::{FoldedTensor, fold_tensor};
 use crate::header::{growth, rewrite, rewrite_index};
@@ -51,7 +52,7 @@ enum Piece<'a> {
 struct ShardPlan<'a> {
     file_name: &'a str,
     header: Vec<u8>,
-    bytes: &'a [u8],
+    file: &'a TensorFile,
     pieces: Vec<Piece<'a>>,
     growth: i64,
 }
@@ -61,7 +62,7 @@ pub(crate) fn write(checkpoint: &Checkpoint, plan: &FoldPlan, out: &Path, monito
     let shards = checkpoint.shards().iter().map(|shard| plan_shard(shard, plan)).collect::<Result<Vec<_>>>()?;
     let others = checkpoint.other_files()?;
     let stop = Stop { flag: AtomicBool::new(false), monitor };
-    let total = shards.iter().map(|shard| shard.bytes.len() as u64).sum();
+    let total = shards.iter().map(|shard| shard.file.bytes().len() as u64).sum();
     monitor.begin("fold", "bytes", total);
     let result = thread::scope(|scope| {
         let hashing = scope.spawn(|| hash_shards(&shards, &stop));
@@ -119,7 +120,6 @@ fn plan_shard<'a>(shard: &'a wush_checkpoint::Shard, plan: &'a FoldPlan) -> Resu
         .collect();
     let mut order: Vec<_> = tensors.iter().filter(|(name, _)| changes.contains_key(name.as_str())).collect();
     order.sort_by_key(|(_, info)| info.range.start);
-    let bytes = shard.file.bytes();
     let mut pieces = Vec::new();
     let mut copied = shard.file.header_bytes().len();
     for (name, info) in order {
@@ -127,18 +127,25 @@ fn plan_shard<'a>(shard: &'a wush_checkpoint::Shard, plan: &'a FoldPlan) -> Resu
         pieces.push(Piece::Folded(name));
         copied = info.range.end;
     }
-    pieces.push(Piece::Copy(copied..bytes.len()));
+    pieces.push(Piece::Copy(copied..shard.file.bytes().len()));
     let header = rewrite(&shard.file_name, &shard.file, &changes)?;
-    Ok(ShardPlan { file_name: &shard.file_name, header, bytes, pieces, growth: growth(&shard.file, &changes) })
+    Ok(ShardPlan {
+        file_name: &shard.file_name,
+        header,
+        file: &shard.file,
+        pieces,
+        growth: growth(&shard.file, &changes),
+    })
 }
 
 /// Digests of the source's shards, in their order.
 fn hash_shards(shards: &[ShardPlan<'_>], stop: &Stop<'_>) -> Result<Vec<FileEntry>> {
     let hash = |shard: &ShardPlan<'_>| {
         let mut hasher = HashingWriter::new(sink());
-        for block in shard.bytes.chunks(BLOCK) {
+        for (at, block) in shard.file.bytes().chunks(BLOCK).enumerate() {
             stop.check()?;
             hasher.write_all(block).map_err(|error| FormatError::io(shard.file_name, "hash", error))?;
+            shard.file.release(at * BLOCK..at * BLOCK + block.len());
         }
         let (_, sha256, n_bytes) = hasher.finish();
         Ok(entry(shard.file_name, sha256, n_bytes))
@@ -184,7 +191,10 @@ fn write_shards(
         output.write(&shard.header)?;
         for piece in &shard.pieces {
             match piece {
-                Piece::Copy(range) => output.write(&shard.bytes[range.clone()])?,
+                Piece::Copy(range) => {
+                    output.write(&shard.file.bytes()[range.clone()])?;
+                    shard.file.release(range.clone());
+                }
                 Piece::Folded(name) => match folded.recv() {
                     Ok((folded_name, bytes)) if folded_name == *name => output.write(&bytes)?,
                     _ => return Err(FoldError::Internal { thread: "folding" }),

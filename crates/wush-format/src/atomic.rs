@@ -20,6 +20,18 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.commit()
 }
 
+/// Removes a file, and what a killed run that was writing it left beside it. Neither need be there.
+///
+/// # Errors
+/// `Io`; `Busy` while another run writes the file.
+pub fn discard(path: &Path) -> Result<()> {
+    drop(AtomicFile::create(path)?);
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(FormatError::io(path, "remove", e)),
+        _ => Ok(()),
+    }
+}
+
 /// A file being written beside its final place. Dropped without [`AtomicFile::commit`], it is removed.
 #[derive(Debug)]
 pub struct AtomicFile {

@@ -78,6 +78,19 @@ impl schemars::JsonSchema for Sha {
     }
 }
 
+/// SHA-256 of a sequence of token ids: its length as little-endian u64, then its ids as little-endian u32.
+pub fn sequence_hash(ids: &[u32]) -> Sha {
+    let mut bytes = Vec::with_capacity(8 + 4 * ids.len());
+    bytes.extend_from_slice(&(ids.len() as u64).to_le_bytes());
+    ids.iter().for_each(|id| bytes.extend_from_slice(&id.to_le_bytes()));
+    Sha::of(&bytes)
+}
+
+/// SHA-256 of the digests of sequences, in order: merged statistics, which know no token ids, can state it too.
+pub fn tokens_hash(sequence_hashes: &[Sha]) -> Sha {
+    Sha::of(&sequence_hashes.iter().flat_map(|sha| sha.0).collect::<Vec<u8>>())
+}
+
 /// Bytes per read when a file is hashed.
 const BLOCK: usize = 1 << 20;
 
@@ -150,6 +163,17 @@ mod tests {
         for text in ["", "abc", &long, &upper, &"é".repeat(32)] {
             assert!(text.parse::<Sha>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn sequences_are_told_apart_by_ids_cuts_and_order() {
+        // Python: hashlib.sha256(struct.pack("<QII", 2, 1, 258)).hexdigest()
+        let expected = "63666746b40cd3ee26094b3a844429e90b5a9837926e063100575aed05d44e7e";
+        assert_eq!(sequence_hash(&[1, 258]).to_string(), expected);
+        assert_ne!(sequence_hash(&[]), sequence_hash(&[0]));
+        let (a, b) = (sequence_hash(&[1, 2]), sequence_hash(&[3]));
+        assert_ne!(tokens_hash(&[a, b]), tokens_hash(&[b, a]));
+        assert_ne!(tokens_hash(&[]), tokens_hash(&[a]));
     }
 
     #[test]

@@ -116,12 +116,14 @@ fn check_untouched(
             }
             let (Ok(a), Ok(b)) = (new.tensor(name), old.tensor(name)) else { return Ok(None) };
             monitor.advance(a.bytes.len() as u64);
-            Ok(match folded.get(name) {
+            let problem = match folded.get(name) {
                 None => (a.dtype != b.dtype || a.bytes != b.bytes).then(|| format!("{name} differs")),
                 Some(rows) => {
                     differing_row(&a, &b, rows).map(|row| format!("{name}, row {row}, differs, and is not a value"))
                 }
-            })
+            };
+            [new, old].iter().for_each(|checkpoint| checkpoint.release(name));
+            Ok(problem)
         })
         .collect();
     monitor.end();

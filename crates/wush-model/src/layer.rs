@@ -37,11 +37,17 @@ pub(crate) struct Linear<B: Backend> {
 }
 
 impl<B: Backend> Layer<B> {
-    /// Widens one layer's tensors.
+    /// Widens one layer's tensors, and lets their stored form go.
     ///
     /// # Errors
     /// A tensor that is absent or has another shape.
     pub fn load(checkpoint: &Checkpoint, spec: &LayerSpec, backend: &B) -> Result<Self> {
+        let loaded = Self::widen(checkpoint, spec, backend)?;
+        spec.slices().for_each(|slice| checkpoint.release(&slice.name));
+        Ok(loaded)
+    }
+
+    fn widen(checkpoint: &Checkpoint, spec: &LayerSpec, backend: &B) -> Result<Self> {
         let norm = |spec: &Option<NormSpec>| spec.as_ref().map(|s| Norm::load(checkpoint, s, backend)).transpose();
         let head_norm = |spec: &QkNorm| match spec {
             QkNorm::None => Ok(None),

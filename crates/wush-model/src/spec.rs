@@ -171,20 +171,22 @@ impl ModelSpec {
     /// Every tensor slice that the forward reads, for a check against the checkpoint before work begins.
     pub fn slices(&self) -> Vec<&TensorSlice> {
         let mut all = vec![&self.embedding, &self.lm_head, &self.final_norm.weight];
-        for layer in &self.layers {
-            let norms = [&layer.attn_pre_norm, &layer.attn_post_norm, &layer.mlp_pre_norm, &layer.mlp_post_norm];
-            all.extend(norms.into_iter().flatten().map(|norm| &norm.weight));
-            for norm in [&layer.attn.q_norm, &layer.attn.k_norm] {
-                if let QkNorm::PerHead(norm) | QkNorm::FullWidth(norm) = norm {
-                    all.push(&norm.weight);
-                }
-            }
-            let (attn, mlp) = (&layer.attn, &layer.mlp);
-            for projection in [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.gate, &mlp.up, &mlp.down] {
-                all.push(&projection.weight);
-                all.extend(&projection.bias);
-            }
-        }
+        all.extend(self.layers.iter().flat_map(LayerSpec::slices));
         all
+    }
+}
+
+impl LayerSpec {
+    /// Every tensor slice of the layer.
+    pub fn slices(&self) -> impl Iterator<Item = &TensorSlice> {
+        let (attn, mlp) = (&self.attn, &self.mlp);
+        let norms = [&self.attn_pre_norm, &self.attn_post_norm, &self.mlp_pre_norm, &self.mlp_post_norm];
+        let head_norms = [&attn.q_norm, &attn.k_norm].into_iter().filter_map(|norm| match norm {
+            QkNorm::PerHead(norm) | QkNorm::FullWidth(norm) => Some(norm),
+            QkNorm::None => None,
+        });
+        let projections = [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.gate, &mlp.up, &mlp.down];
+        let of_projections = projections.into_iter().flat_map(|p| std::iter::once(&p.weight).chain(&p.bias));
+        norms.into_iter().flatten().chain(head_norms).map(|norm| &norm.weight).chain(of_projections)
     }
 }

@@ -6,6 +6,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use wush_format::atomic::discard;
+use wush_format::hash::tokens_hash;
 use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
 use wush_model::cpu::Cpu;
@@ -14,7 +16,7 @@ use wush_stats::{Accumulator, Statistics, StatsInfo};
 
 use crate::error::InStage;
 use crate::model::Model;
-use crate::plan::{CalibratePlan, CalibrationPlan, n_tokens, tokens_hash};
+use crate::plan::{CalibratePlan, CalibrationPlan, n_tokens};
 use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
 use crate::request::{CalibrateRequest, Environment};
 use crate::{PipelineError, Result};
@@ -37,7 +39,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
     let partial = plan.out.partial();
     let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor).in_stage("calibrate")?;
     let written = done.statistics.save(&plan.out.path)?;
-    remove_partial(&partial)?;
+    discard(&partial)?;
     Ok(CalibrateReport {
         model: ModelInfo::new(&plan.model, done.statistics.info.model_hash),
         calibration: calibration_of(&done.statistics.info),
@@ -139,16 +141,6 @@ impl<'a> Saver<'a> {
         self.last = Instant::now();
         self.cost = self.last - start;
         Ok(())
-    }
-}
-
-/// Removes the sums of a run that is done.
-pub(crate) fn remove_partial(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            Err(wush_format::FormatError::io(path, "remove", e).into())
-        }
-        _ => Ok(()),
     }
 }
 

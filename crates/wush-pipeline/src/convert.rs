@@ -1,16 +1,17 @@
 //! `wush convert`, the whole way from a checkpoint to a bundle, top to bottom:
 //! resolve and plan → calibrate → solve → fold → emit → verify. Each stage is a function of its own module.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use wush_format::FormatError;
+use wush_format::atomic::discard;
 use wush_format::hash::{Sha, hash_file};
 use wush_format::monitor::Monitor;
 use wush_format::transforms::Transforms;
 use wush_stats::Statistics;
 
-use crate::calibrate::{accumulate, remove_partial, with_resume};
+use crate::calibrate::{accumulate, with_resume};
 use crate::error::InStage;
 use crate::model::Model;
 use crate::plan::{CalibrationPlan, ConvertPlan, FoldPlan};
@@ -78,7 +79,7 @@ fn calibrated(model: &Model, plan: &CalibrationPlan, work: &Path, monitor: &dyn 
     let partial = work.join(PARTIAL);
     let done = accumulate(model, plan, &partial, monitor).in_stage("calibrate")?;
     let (stats_hash, _) = done.statistics.save(&path)?;
-    remove_partial(&partial)?;
+    discard(&partial)?;
     Ok((done.statistics, stats_hash))
 }
 
@@ -87,8 +88,8 @@ fn remove_work(work: &Path) -> Result<()> {
     if work.symlink_metadata().is_err() {
         return Ok(());
     }
-    let files: [PathBuf; 2] = [work.join(STATISTICS), work.join(PARTIAL)];
-    files.iter().try_for_each(|file| remove_partial(file))?;
+    discard(&work.join(STATISTICS))?;
+    discard(&work.join(PARTIAL))?;
     std::fs::remove_dir(work).map_err(|e| FormatError::io(work, "remove", e))?;
     Ok(())
 }

@@ -20,8 +20,8 @@ use wush_model::spec::ModelSpec;
 
 use crate::Result;
 
-/// Positions whose logits of both models are held at once.
-const POSITIONS: usize = 64;
+/// Bytes of logits of one model that are held at once; more positions share the cost of widening the output head.
+const LOGIT_BYTES: usize = 64 << 20;
 
 /// Part of the tolerance that stands for the arithmetic of the two forward passes, 2^-14: f32 sums over up to a few
 /// thousand products err by some 2^-24 · √n each, the two passes sum in other bases, and their difference grows
@@ -87,7 +87,7 @@ pub fn verify<B: Backend>(
     let mut sums = Sums::default();
     for ids in check.sequences {
         let hidden = [source_decoder.hidden(ids)?, bundle_decoder.hidden(ids)?];
-        for rows in blocks(ids.len().saturating_sub(1)) {
+        for rows in blocks(ids.len().saturating_sub(1), source.spec.vocab_size) {
             if monitor.interrupted() {
                 return Err(ModelError::Interrupted.into());
             }
@@ -111,8 +111,10 @@ pub struct Check<'a> {
     pub tolerance: f64,
 }
 
-fn blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..n).step_by(POSITIONS).map(move |first| first..(first + POSITIONS).min(n))
+/// Cuts `n` positions into blocks whose logits fit into [`LOGIT_BYTES`].
+fn blocks(n: usize, vocab_size: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = (LOGIT_BYTES / (size_of::<f32>() * vocab_size.max(1))).max(1);
+    (0..n).step_by(size).map(move |first| first..(first + size).min(n))
 }
 
 /// Sums over positions, f64, in order.
@@ -131,7 +133,8 @@ impl Sums {
     /// in parallel and added in order.
     fn add_block(&mut self, ours: &[f32], theirs: &[f32], targets: &[u32], vocab_size: usize) {
         let rows = ours.par_chunks_exact(vocab_size).zip(theirs.par_chunks_exact(vocab_size)).zip(targets);
-        let rows: Vec<Row> = rows.map(|((ours, theirs), &target)| Row::compare(ours, theirs, target as usize)).collect();
+        let rows: Vec<Row> =
+            rows.map(|((ours, theirs), &target)| Row::compare(ours, theirs, target as usize)).collect();
         for row in rows {
             self.tokens += 1;
             self.nll_source += row.nll_source;
@@ -249,7 +252,9 @@ mod tests {
 
     #[test]
     fn blocks_tile_the_positions() {
-        assert_eq!(blocks(130).collect::<Vec<_>>(), [0..64, 64..128, 128..130]);
-        assert_eq!(blocks(0).count(), 0);
+        let vocab = LOGIT_BYTES / 4 / 64;
+        assert_eq!(blocks(130, vocab).collect::<Vec<_>>(), [0..64, 64..128, 128..130]);
+        assert_eq!(blocks(3, usize::MAX / 8).collect::<Vec<_>>(), [0..1, 1..2, 2..3]);
+        assert_eq!(blocks(0, vocab).count(), 0);
     }
 }

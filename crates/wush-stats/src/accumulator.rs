@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use wush_format::hash::Sha;
+use wush_format::hash::sequence_hash;
 use wush_format::transforms::HeadMatrices;
 use wush_model::ModelError;
 use wush_model::backend::Backend;
@@ -111,12 +111,4 @@ fn first_non_finite(sums: &LayerStats) -> Option<&'static str> {
 
 fn has_finite_diagonals(gram: &HeadMatrices) -> bool {
     (0..gram.n_heads).all(|h| gram.head(h).iter().step_by(gram.dim + 1).all(|x| x.is_finite()))
-}
-
-/// SHA-256 of a sequence: its length as little-endian u64, then its token ids as little-endian u32.
-pub fn sequence_hash(ids: &[u32]) -> Sha {
-    let mut bytes = Vec::with_capacity(8 + 4 * ids.len());
-    bytes.extend_from_slice(&(ids.len() as u64).to_le_bytes());
-    ids.iter().for_each(|id| bytes.extend_from_slice(&id.to_le_bytes()));
-    Sha::of(&bytes)
 }

@@ -41,7 +41,7 @@ mod merge;
 mod output_gram;
 mod statistics;
 
-pub use accumulator::{Accumulator, sequence_hash};
+pub use accumulator::Accumulator;
 pub use error::{Result, StatsError};
 pub use file::{FORMAT, STATS_VERSION};
 pub use output_gram::output_gram;

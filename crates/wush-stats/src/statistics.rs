@@ -111,7 +111,7 @@ pub struct StatsInfo {
     pub device: String,
     /// Arithmetic of the forward pass, "f32".
     pub compute: String,
-    /// SHA-256 of each sequence's token ids ([`crate::sequence_hash`]), in the order summed.
+    /// SHA-256 of each sequence's token ids ([`wush_format::hash::sequence_hash`]), in the order summed.
     pub sequence_hashes: Vec<Sha>,
 }
 

@@ -4,10 +4,11 @@ mod common;
 
 use common::{SHAPES, Shape, Source, info, observe, qkv, sequences, spec, statistics, write_checkpoint};
 use wush_checkpoint::Checkpoint;
+use wush_format::hash::sequence_hash;
 use wush_model::ModelError;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Observer;
-use wush_stats::{Accumulator, Statistics, StatsError, output_gram, sequence_hash};
+use wush_stats::{Accumulator, Statistics, StatsError, output_gram};
 
 fn bytes(statistics: &Statistics) -> Vec<u8> {
     let dir = tempfile::tempdir().expect("a temporary directory");

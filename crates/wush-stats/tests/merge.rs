@@ -72,7 +72,7 @@ fn a_sequence_twice_is_refused_and_named() {
     let again = [c.clone(), a[1..2].to_vec()].concat();
     let error = Statistics::merge([a.as_slice(), &b, &again].map(statistics).to_vec()).expect_err("twice");
     let StatsError::SameSequence { number: 3, hash } = error else { panic!("{error}") };
-    assert_eq!(hash, wush_stats::sequence_hash(&a[1]));
+    assert_eq!(hash, wush_format::hash::sequence_hash(&a[1]));
     assert!(error.hint().expect("a remedy").contains("--shard"));
 }
 

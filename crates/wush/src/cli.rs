@@ -144,7 +144,7 @@ pub struct FoldSettingsArgs {
     /// Element type of folded tensors: the checkpoint's own, or f32
     #[arg(long, value_enum, default_value_t = FoldDtypeArg::Keep)]
     pub fold_dtype: FoldDtypeArg,
-    /// Calibration sequences to run through both checkpoints; 0 skips the check
+    /// Calibration sequences to run through both checkpoints, the first 1024 tokens of each; 0 skips the check
     #[arg(long, value_name = "N", default_value_t = plan::DEFAULT_VERIFY_SEQUENCES)]
     pub verify_sequences: usize,
     /// Largest accepted relative change of the mean NLL [default: by the folded element type]

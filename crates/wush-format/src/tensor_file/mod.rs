@@ -127,6 +127,18 @@ impl TensorFile {
         self.content.bytes()
     }
 
+    /// Says that bytes `range` will not be needed for a while: their pages leave this process's resident memory and are
+    /// read again at the next access. Advice only; a file in memory ignores it.
+    pub fn release(&self, range: std::ops::Range<usize>) {
+        #[cfg(unix)]
+        if let Content::Map(map) = &self.content {
+            let len = range.end.min(map.len()).saturating_sub(range.start);
+            // SAFETY: the map is a read-only map of a file and was never written, so a dropped page holds nothing that a
+            // later access does not read again from the file; a failure leaves everything as it is.
+            let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, len) };
+        }
+    }
+
     /// A tensor by name.
     ///
     /// # Errors

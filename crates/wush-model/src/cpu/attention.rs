@@ -2,9 +2,10 @@
 //!
 //! A strip holds the logits of [`QUERY_BLOCK`] queries of one head against the keys they may read: never S × S.
 
-use faer::{Accum, MatMut, MatRef, Par, linalg::matmul::matmul, prelude::ReborrowMut as _};
+use faer::{MatMut, MatRef, prelude::ReborrowMut as _};
 use rayon::prelude::*;
 
+use super::product::multiply;
 use super::{Rows, elementwise};
 use crate::backend::AttentionShape;
 
@@ -53,11 +54,11 @@ impl Strip<'_> {
             let values = self.values.subrows(start, n_keys).subcols(first, head_dim);
             let queries = self.queries.subcols(head * head_dim, head_dim);
             let scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
-            matmul(scores, Accum::Replace, queries, keys.transpose(), self.shape.scale, Par::Seq);
+            multiply(scores, queries, keys.transpose(), self.shape.scale);
             self.exponentiate(logits, &mut sums, start, n_keys);
             let weights = MatRef::from_row_major_slice(logits, n_rows, n_keys);
             let mut into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
-            matmul(into.rb_mut(), Accum::Replace, weights, values, 1.0, Par::Seq);
+            multiply(into.rb_mut(), weights, values, 1.0);
             for (i, sum) in sums.iter().enumerate() {
                 let row = into.rb_mut().row_mut(i).try_as_row_major_mut().expect("rows are contiguous");
                 elementwise::scale(row.as_slice_mut(), 1.0 / sum);

@@ -3,11 +3,11 @@
 //! Products of two f32 values are exact in f64. A task sums [`POSITIONS`] positions of one head group; the partial sums
 //! are added in order of position.
 
-use faer::linalg::matmul::triangular::{BlockStructure, matmul};
-use faer::{Accum, MatMut, MatRef, Par};
+use faer::{MatMut, MatRef};
 use rayon::prelude::*;
 
 use super::Rows;
+use super::product::add_gram;
 
 /// Positions that one task sums.
 const POSITIONS: usize = 1024;
@@ -48,17 +48,7 @@ fn partial(x: &Rows, group: usize, part: usize, n_groups: usize, head_dim: usize
             block.extend(row[group * width..][..width].iter().map(|&x| f64::from(x)));
         }
         let vectors = MatRef::from_row_major_slice(&block, block.len() / head_dim, head_dim);
-        matmul(
-            MatMut::from_row_major_slice_mut(&mut gram, head_dim, head_dim),
-            BlockStructure::TriangularLower,
-            Accum::Add,
-            vectors.transpose(),
-            BlockStructure::Rectangular,
-            vectors,
-            BlockStructure::Rectangular,
-            1.0,
-            Par::Seq,
-        );
+        add_gram(MatMut::from_row_major_slice_mut(&mut gram, head_dim, head_dim), vectors);
     }
     gram
 }

@@ -1,8 +1,9 @@
 //! f32 products over faer's matmul, cut into blocks of a fixed size.
 
-use faer::{Accum, MatMut, MatRef, Par, linalg::matmul::matmul};
+use faer::{MatMut, MatRef, prelude::ReborrowMut as _};
 use rayon::prelude::*;
 
+use super::product::multiply;
 use super::{ROWS_PER_TASK, Rows};
 
 /// Rows of the result that one task computes.
@@ -32,7 +33,7 @@ fn blocked(out: MatMut<'_, f32>, x: MatRef<'_, f32>, weight: MatRef<'_, f32>) {
         let (left, right) = out.split_at_col_mut(cut);
         rayon::join(|| blocked(left, x, w_left), || blocked(right, x, w_right));
     } else {
-        matmul(out, Accum::Replace, x, weight, 1.0, Par::Seq);
+        multiply(out, x, weight, 1.0);
     }
 }
 
@@ -51,13 +52,11 @@ pub(super) fn transform_heads(x: &Rows, matrices: &Rows, head_dim: usize) -> Row
             let matrix = MatRef::from_row_major_slice(matrix, head_dim, head_dim);
             let from = x.subcols(head * head_dim, head_dim);
             let into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
-            matmul(into, Accum::Replace, from, matrix.transpose(), 1.0, Par::Seq);
+            multiply(into, from, matrix.transpose(), 1.0);
         }
     });
     out
 }
-
-use faer::prelude::ReborrowMut as _;
 
 #[cfg(test)]
 mod tests {

@@ -7,6 +7,7 @@ mod attention;
 mod elementwise;
 mod gram;
 mod matmul;
+mod product;
 mod widen;
 
 use std::ops::Range;
