@@ -22,11 +22,17 @@
 //! judged by 2 and 3 alone. A consistent change of basis, `W_V' → S W_V'`, `W_O' → W_O' S^{-1}`, keeps the function and
 //! passes: it is another valid fold; that it is the one the sidecar names is [`check_transform`]'s to see, which knows T
 //! and therefore finds single elements that are off by one spacing.
+//!
+//! **Two roundings.** A checkpoint without a manifest may have been folded and unfolded: its D are then not one rounding
+//! but two, the first seen through T^{-1} ([`Roundings::Two`]). The terms above stay, and to each variance comes that of
+//! the first rounding, as the private module `first_rounding` measures it: w C wᵀ · Σ cⱼ² xⱼ² for a sum `w D x`.
+//! Elements that enter directly are then bounded by h + K·σ, since a sum of roundings has no bound as sharp as h.
 
 use faer::{Mat, MatRef};
 use serde::{Deserialize, Serialize};
 
 use crate::dense::{Svd, map, multiply, squared_norm, thin_svd};
+use crate::first_rounding::FirstRounding;
 use crate::invert::{condition_limit, invert};
 use crate::read::HeadWeights;
 
@@ -59,8 +65,17 @@ pub struct HeadCheck {
     pub ok: bool,
 }
 
+/// How often the weights were rounded since they were the base's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Roundings {
+    /// Folded, as a bundle's manifest says.
+    One,
+    /// Perhaps folded and unfolded: a checkpoint that does not say what it is.
+    Two,
+}
+
 /// Checks one head (see the module's documentation).
-pub fn check_head(base: &HeadWeights, folded: &HeadWeights) -> HeadCheck {
+pub fn check_head(base: &HeadWeights, folded: &HeadWeights, roundings: Roundings) -> HeadCheck {
     let failed = HeadCheck {
         layer: base.layer,
         head: base.head,
@@ -75,13 +90,15 @@ pub fn check_head(base: &HeadWeights, folded: &HeadWeights) -> HeadCheck {
     if !base.is_finite() || !folded.is_finite() {
         return failed;
     }
-    let Some(basis) = Basis::of(base, folded) else { return failed };
+    let Some(basis) = Basis::of(base, folded, roundings) else { return failed };
     let (values, bias, residual_gram) = check_values(folded, &basis);
     let mut found =
         HeadCheck { values, bias, rank: basis.n_strong, outputs: 0.0, product: 0.0, rel_error: 0.0, ..failed };
     let (mut error, mut norm) = (0.0, 0.0);
     for ((output, new_output), new_half) in base.outputs.iter().zip(&folded.outputs).zip(&folded.output_halves) {
-        let block = OutputBlock { old: output.as_ref(), new: new_output.as_ref(), half: new_half.as_ref() };
+        let Some(block) = OutputBlock::of(output.as_ref(), new_output.as_ref(), new_half.as_ref(), roundings) else {
+            return failed;
+        };
         found.outputs = worse(found.outputs, check_outputs(&block, &basis));
         let (product, squared_error, squared_whole) = check_product(&block, &basis);
         found.product = worse(found.product, product);
@@ -102,6 +119,33 @@ struct OutputBlock<'a> {
     old: MatRef<'a, f64>,
     new: MatRef<'a, f64>,
     half: MatRef<'a, f64>,
+    /// Of the transposed block; none where there was one rounding.
+    first: Option<FirstRounding>,
+}
+
+impl<'a> OutputBlock<'a> {
+    fn of(
+        old: MatRef<'a, f64>,
+        new: MatRef<'a, f64>,
+        half: MatRef<'a, f64>,
+        roundings: Roundings,
+    ) -> Option<OutputBlock<'a>> {
+        let first = match roundings {
+            Roundings::One => None,
+            Roundings::Two => {
+                let Svd { u, s, .. } = thin_svd(old)?;
+                let rank = rank_of(&s, old.nrows().max(old.ncols()));
+                Some(FirstRounding::measure(new.transpose(), half.transpose(), u.subcols(0, rank)))
+            }
+        };
+        Some(Self { old, new, half, first })
+    }
+}
+
+/// How many singular values are more than the rounding of f64; `size` is the longer side of the matrix.
+fn rank_of(s: &[f64], size: usize) -> usize {
+    let cut = s.first().copied().unwrap_or(0.0) * size as f64 * f64::EPSILON;
+    s.iter().filter(|&&s| s > cut).count()
 }
 
 /// Both value matrices in one orthonormal basis of the original's row space, in which the folded one has orthogonal
@@ -119,26 +163,33 @@ struct Basis {
     noise: Mat<f64>,
     /// h², `[d, n]`.
     half_squared: Mat<f64>,
+    /// None where there was one rounding.
+    first: Option<FirstRounding>,
     n_strong: usize,
 }
 
 impl Basis {
-    fn of(base: &HeadWeights, folded: &HeadWeights) -> Option<Self> {
+    fn of(base: &HeadWeights, folded: &HeadWeights, roundings: Roundings) -> Option<Self> {
         let scale = folded.bias_scale();
         let (old, new) = (base.with_bias(scale), folded.with_bias(scale));
         let (dim, n) = old.shape();
         let Svd { v, s, .. } = thin_svd(old.as_ref())?;
-        let cut = s.first().copied().unwrap_or(0.0) * dim.max(n) as f64 * f64::EPSILON;
-        let rank = s.iter().filter(|&&s| s > cut).count();
-        let v = v.subcols(0, rank).to_owned();
+        let v = v.subcols(0, rank_of(&s, dim.max(n))).to_owned();
         let Svd { u, s, v: rotation } = thin_svd(multiply(new.as_ref(), v.as_ref()).as_ref())?;
         let v = multiply(v.as_ref(), rotation.as_ref());
-        let half_squared = map(folded.halves_with_bias(scale).as_ref(), |h| h * h);
+        let halves = folded.halves_with_bias(scale);
+        let half_squared = map(halves.as_ref(), |h| h * h);
+        let first =
+            (roundings == Roundings::Two).then(|| FirstRounding::measure(new.as_ref(), halves.as_ref(), v.as_ref()));
         let noise = multiply(half_squared.as_ref(), map(v.as_ref(), |x| x * x).as_ref());
-        let length = |k: usize| noise.col(k).iter().sum::<f64>().sqrt();
+        let carried = first.as_ref().map(|first| (first.trace(), first.weights(v.as_ref())));
+        let length = |k: usize| {
+            let carried = carried.as_ref().map_or(0.0, |(trace, weights)| trace * weights[k]);
+            (noise.col(k).iter().sum::<f64>() + carried).sqrt()
+        };
         let n_strong = (0..s.len()).take_while(|&k| s[k] > SIGNAL_TO_NOISE * length(k)).count();
         let new = Mat::from_fn(dim, s.len(), |i, k| u[(i, k)] * s[k]);
-        Some(Self { old: multiply(old.as_ref(), v.as_ref()), new, u, s, noise, half_squared, n_strong, v })
+        Some(Self { old: multiply(old.as_ref(), v.as_ref()), new, u, s, noise, half_squared, first, n_strong, v })
     }
 
     /// Rounding of the f64 products themselves, relative to the norms of their factors.
@@ -160,12 +211,16 @@ fn check_values(folded: &HeadWeights, basis: &Basis) -> (f64, f64, Mat<f64>) {
         .for_each(|(r, w)| r.iter_mut().zip(w.iter()).for_each(|(r, w)| *r = w - *r));
     let leverage: Vec<f64> = (0..n).map(|j| basis.v.row(j).iter().map(|x| x * x).sum::<f64>().sqrt()).collect();
     let n_weights = folded.value.ncols();
-    let (mut values, mut bias) = (0.0, 0.0);
+    let (mut values, mut bias) = (basis.first.as_ref().map_or(0.0, |first| first.excess), 0.0);
     for i in 0..dim {
         let largest = basis.half_squared.row(i).iter().fold(0.0, |a: f64, &b| a.max(b)).sqrt();
         let slack = basis.slack() * new.row(i).iter().map(|x| x * x).sum::<f64>().sqrt();
         for (j, leverage) in leverage.iter().enumerate() {
-            let bound = basis.half_squared[(i, j)].sqrt() + SIGMAS * largest * leverage + slack;
+            let first = basis
+                .first
+                .as_ref()
+                .map_or(0.0, |first| first.row_sigma(i) * (first.scale()[j] + first.largest_scale() * leverage));
+            let bound = basis.half_squared[(i, j)].sqrt() + SIGMAS * (largest * leverage + first) + slack;
             let excess = over(residual[(i, j)], bound);
             if j < n_weights { values = worse(values, excess) } else { bias = worse(bias, excess) }
         }
@@ -183,19 +238,25 @@ fn check_outputs(block: &OutputBlock<'_>, basis: &Basis) -> f64 {
     let pseudo_inverse = Mat::from_fn(strong, dim, |k, j| basis.u[(j, k)] / basis.s[k]);
     let estimate = multiply(block.old, multiply(basis.old.subcols(0, strong), pseudo_inverse.as_ref()).as_ref());
     let carried = multiply(basis.v.subcols(0, strong), pseudo_inverse.as_ref());
-    let carried = multiply(basis.half_squared.as_ref(), map(carried.as_ref(), |x| x * x).as_ref());
-    let variance = multiply(map(block.new, |x| x * x).as_ref(), carried.as_ref());
+    let through = multiply(basis.half_squared.as_ref(), map(carried.as_ref(), |x| x * x).as_ref());
+    let mut variance = multiply(map(block.new, |x| x * x).as_ref(), through.as_ref());
+    add_first_of_values(&mut variance, block, basis, carried.as_ref());
     let u = basis.u.subcols(0, strong);
     let (seen, own) = if strong == dim {
-        (block.new.to_owned(), block.half.to_owned())
+        let own = |i: usize, j: usize| {
+            let first = block.first.as_ref().map_or(0.0, |first| first.row_sigma(j) * first.scale()[i]);
+            block.half[(i, j)] + SIGMAS * first
+        };
+        (block.new.to_owned(), Mat::from_fn(block.half.nrows(), dim, own))
     } else {
         let projector = multiply(u, u.transpose());
-        let spread = multiply(map(block.half, |h| h * h).as_ref(), map(projector.as_ref(), |x| x * x).as_ref());
+        let mut spread = multiply(map(block.half, |h| h * h).as_ref(), map(projector.as_ref(), |x| x * x).as_ref());
+        add_first_of_outputs(&mut spread, block, projector.as_ref());
         (multiply(block.new, projector.as_ref()), map(spread.as_ref(), |x| SIGMAS * x.sqrt()))
     };
     // ‖W_O‖ ‖T^{-1}‖ is what the f64 products may lose digits against.
     let transfer = squared_norm(multiply(basis.old.subcols(0, strong), pseudo_inverse.as_ref()).as_ref()).sqrt();
-    let mut excess = 0.0;
+    let mut excess = block.first.as_ref().map_or(0.0, |first| first.excess);
     for i in 0..block.new.nrows() {
         let slack = basis.slack() * transfer * block.old.row(i).iter().map(|x| x * x).sum::<f64>().sqrt();
         for j in 0..dim {
@@ -206,12 +267,34 @@ fn check_outputs(block: &OutputBlock<'_>, basis: &Basis) -> f64 {
     excess
 }
 
+/// Adds the variance that the values' first rounding has in `W_O' D_V X`, X being `columns`, `[n, k]`.
+fn add_first_of_values(variance: &mut Mat<f64>, block: &OutputBlock<'_>, basis: &Basis, columns: MatRef<'_, f64>) {
+    let Some(first) = &basis.first else { return };
+    add_outer(variance, &first.variances(block.new), &first.weights(columns));
+}
+
+/// Adds the variance that the outputs' first rounding has in `D_O B`, B being `columns`, `[d, k]`.
+fn add_first_of_outputs(variance: &mut Mat<f64>, block: &OutputBlock<'_>, columns: MatRef<'_, f64>) {
+    let Some(first) = &block.first else { return };
+    let squares: Vec<f64> = first.scale().iter().map(|c| c * c).collect();
+    add_outer(variance, &squares, &first.variances(columns.transpose()));
+}
+
+/// `to += a bᵀ`.
+fn add_outer(to: &mut Mat<f64>, a: &[f64], b: &[f64]) {
+    for (k, b) in b.iter().enumerate() {
+        a.iter().enumerate().for_each(|(i, a)| to[(i, k)] += a * b);
+    }
+}
+
 /// Check 3: the excess, ‖W_O'W_V'V − W_O W_V V‖_F² and ‖W_O W_V‖_F².
 fn check_product(block: &OutputBlock<'_>, basis: &Basis) -> (f64, f64, f64) {
     let (new, old) = (multiply(block.new, basis.new.as_ref()), multiply(block.old, basis.old.as_ref()));
     let mut variance = multiply(map(block.new, |x| x * x).as_ref(), basis.noise.as_ref());
     let own = multiply(map(block.half, |h| h * h).as_ref(), map(basis.new.as_ref(), |x| x * x).as_ref());
     variance += own;
+    add_first_of_values(&mut variance, block, basis, basis.v.as_ref());
+    add_first_of_outputs(&mut variance, block, basis.new.as_ref());
     let lengths = (squared_norm(basis.old.as_ref()).sqrt(), squared_norm(basis.new.as_ref()).sqrt());
     let (mut excess, mut squared) = (0.0, 0.0);
     for i in 0..new.nrows() {

@@ -23,6 +23,7 @@ mod block;
 mod check;
 mod dense;
 mod error;
+mod first_rounding;
 mod fold;
 mod header;
 mod invert;
@@ -32,7 +33,7 @@ mod read;
 mod report;
 mod write;
 
-pub use check::{HeadCheck, TransformCheck, check_head, check_transform};
+pub use check::{HeadCheck, Roundings, TransformCheck, check_head, check_transform};
 pub use error::{FoldError, Result};
 pub use fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, unfold};
 pub use invert::{Inverse, condition_limit, invert};

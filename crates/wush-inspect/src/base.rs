@@ -7,7 +7,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde_json::Value;
 use wush_checkpoint::Checkpoint;
-use wush_fold::{HeadCheck, HeadWeights, TransformCheck, check_head, check_transform};
+use wush_fold::{HeadCheck, HeadWeights, Roundings, TransformCheck, check_head, check_transform};
 use wush_format::bundle::ValueSidecar;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::{Dtype, TensorView};
@@ -20,33 +20,105 @@ use crate::report::{FoldAudit, Report};
 use crate::sidecars::value_head;
 use crate::{InspectError, Result};
 
-/// All comparisons with the base.
-pub(crate) fn compare(
-    report: &mut Report,
-    checkpoint: &Checkpoint,
-    spec: &ModelSpec,
-    values: Option<&ValueSidecar>,
-    base: &Base,
-    monitor: &dyn Monitor,
-) -> Result<()> {
-    let folded = folded_rows(&base.spec);
-    report.check_result("names and shapes", check_names(checkpoint, &base.checkpoint, &folded));
-    report.check_result("untouched tensors", check_untouched(checkpoint, &base.checkpoint, &folded, monitor)?);
-    report.check_result("other files", check_other_files(checkpoint, &base.checkpoint));
-    let same_model = *spec == base.spec;
-    report.check(
-        "same model",
-        same_model,
+/// What is compared with a base, and how.
+pub(crate) struct Comparison<'a> {
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) spec: &'a ModelSpec,
+    /// The transforms that were folded, of a bundle.
+    pub(crate) values: Option<&'a ValueSidecar>,
+    /// How often the weights may have been rounded since they were the base's.
+    pub(crate) roundings: Roundings,
+    pub(crate) base: &'a Base,
+    pub(crate) monitor: &'a dyn Monitor,
+}
+
+impl Comparison<'_> {
+    /// All comparisons with the base.
+    pub(crate) fn run(&self, report: &mut Report) -> Result<()> {
+        let (new, old) = (self.checkpoint, &self.base.checkpoint);
+        let folded = folded_rows(&self.base.spec);
+        report.check_result("names and shapes", check_names(new, old, &folded));
+        report.check_result("untouched tensors", check_untouched(new, old, &folded, self.monitor)?);
+        report.check_result("other files", check_other_files(new, old));
+        let same_model = *self.spec == self.base.spec;
+        report.check(
+            "same model",
+            same_model,
+            if same_model {
+                "both configurations describe the same decoder"
+            } else {
+                "the configurations describe different decoders"
+            },
+        );
         if same_model {
-            "both configurations describe the same decoder"
-        } else {
-            "the configurations describe different decoders"
-        },
-    );
-    if same_model {
-        check_folds(report, checkpoint, spec, values, base, monitor)?;
+            self.check_folds(report)?;
+        }
+        Ok(())
     }
-    Ok(())
+
+    /// Every head's fold, from the two checkpoints alone, and against the sidecar's transform.
+    fn check_folds(&self, report: &mut Report) -> Result<()> {
+        let found = self.heads()?;
+        let explained = match self.roundings {
+            Roundings::One => "of what one rounding explains",
+            Roundings::Two => "of what two roundings, of a fold and its undoing, explain",
+        };
+        let mut add = |name: &str, what: &str, pick: fn(&HeadCheck) -> f64| {
+            let heads: Vec<_> = found.iter().map(|(check, _)| (check.layer, check.head, pick(check))).collect();
+            add_check(report, name, what, explained, &heads);
+        };
+        add("folded values", "W_V' is some T·W_V", |check| worse(check.values, check.bias));
+        add("folded outputs", "W_O' is W_O·T⁻¹ of the same T", |check| check.outputs);
+        add("same function", "W_O'·W_V' is W_O·W_V", |check| check.product);
+        if self.values.is_some() {
+            let stated = |(check, stated): &(HeadCheck, Option<TransformCheck>)| {
+                let excess = stated.as_ref().map_or(f64::INFINITY, |stated| worse(stated.values, stated.outputs));
+                (check.layer, check.head, excess)
+            };
+            let stated: Vec<_> = found.iter().map(stated).collect();
+            let what = "W_V' and W_O' are those of the sidecar's T";
+            let explained =
+                "of half a spacing of the stored numbers (1.00 is expected: some element is always half-way)";
+            add_check(report, "value sidecar is what was folded", what, explained, &stated);
+        }
+        for (check, stated) in found {
+            let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
+            let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
+            report.head(check.layer, check.head).fold = Some(FoldAudit {
+                rel_error: finite(check.rel_error),
+                weights_excess: finite(weights),
+                sidecar_excess: sidecar.and_then(finite),
+                ok: check.ok && stated.is_none_or(|stated| stated.ok),
+            });
+        }
+        Ok(())
+    }
+
+    /// Every KV head of every layer, in parallel, in their order.
+    fn heads(&self) -> Result<Vec<(HeadCheck, Option<TransformCheck>)>> {
+        let layers = self.spec.layers.iter().enumerate();
+        let heads: Vec<(usize, usize)> =
+            layers.flat_map(|(layer, spec)| (0..spec.attn.n_kv_heads).map(move |head| (layer, head))).collect();
+        self.monitor.begin("check folds", "heads", heads.len() as u64);
+        let found = heads
+            .par_iter()
+            .map(|&(layer, head)| {
+                if self.monitor.interrupted() {
+                    return Err(InspectError::Interrupted);
+                }
+                let attn = &self.spec.layers[layer].attn;
+                let old = HeadWeights::read(&self.base.checkpoint, attn, layer, head)?;
+                let new = HeadWeights::read(self.checkpoint, attn, layer, head)?;
+                let transform = self.values.map(|values| value_head(values, layer, head));
+                let transform = transform.filter(|transform| transform.len() == attn.head_dim * attn.head_dim);
+                let stated = transform.map(|transform| check_transform(&old, &new, &transform));
+                self.monitor.advance(1);
+                Ok((check_head(&old, &new, self.roundings), stated))
+            })
+            .collect();
+        self.monitor.end();
+        found
+    }
 }
 
 /// Rows that a fold may change, by tensor: values, value biases, output projections.
@@ -204,94 +276,21 @@ fn same_file(new: &Path, old: &Path, name: &str) -> std::io::Result<bool> {
     Ok(name.ends_with(".safetensors.index.json") && a.is_some() && a == b)
 }
 
-/// Every head's fold, from the two checkpoints alone, and against the sidecar's transform.
-fn check_folds(
-    report: &mut Report,
-    checkpoint: &Checkpoint,
-    spec: &ModelSpec,
-    values: Option<&ValueSidecar>,
-    base: &Base,
-    monitor: &dyn Monitor,
-) -> Result<()> {
-    let heads: Vec<(usize, usize)> = spec
-        .layers
-        .iter()
-        .enumerate()
-        .flat_map(|(layer, spec)| (0..spec.attn.n_kv_heads).map(move |head| (layer, head)))
-        .collect();
-    monitor.begin("check folds", "heads", heads.len() as u64);
-    let found: Result<Vec<(HeadCheck, Option<TransformCheck>)>> = heads
-        .par_iter()
-        .map(|&(layer, head)| {
-            if monitor.interrupted() {
-                return Err(InspectError::Interrupted);
-            }
-            let attn = &spec.layers[layer].attn;
-            let old = HeadWeights::read(&base.checkpoint, attn, layer, head)?;
-            let new = HeadWeights::read(checkpoint, attn, layer, head)?;
-            let transform = values.map(|values| value_head(values, layer, head));
-            let transform = transform.filter(|transform| transform.len() == attn.head_dim * attn.head_dim);
-            let stated = transform.map(|transform| check_transform(&old, &new, &transform));
-            monitor.advance(1);
-            Ok((check_head(&old, &new), stated))
-        })
-        .collect();
-    monitor.end();
-    let found = found?;
-    let of = |pick: fn(&HeadCheck) -> f64| {
-        found.iter().map(|(check, _)| (check.layer, check.head, pick(check))).collect::<Vec<_>>()
-    };
-    add_check(
-        report,
-        "folded values",
-        "W_V' is some T·W_V: largest deviation",
-        &of(|check| worse(check.values, check.bias)),
-    );
-    add_check(report, "folded outputs", "W_O' is W_O·T⁻¹ of the same T: largest deviation", &of(|check| check.outputs));
-    add_check(report, "same function", "W_O'·W_V' is W_O·W_V: largest deviation", &of(|check| check.product));
-    if values.is_some() {
-        let stated = |(check, stated): &(HeadCheck, Option<TransformCheck>)| {
-            let excess = stated.as_ref().map_or(f64::INFINITY, |stated| worse(stated.values, stated.outputs));
-            (check.layer, check.head, excess)
-        };
-        let stated: Vec<_> = found.iter().map(stated).collect();
-        add_check(
-            report,
-            "value sidecar is what was folded",
-            "W_V' and W_O' are those of the sidecar's T: largest deviation",
-            &stated,
-        );
-    }
-    for (check, stated) in found {
-        let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
-        let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
-        report.head(check.layer, check.head).fold = Some(FoldAudit {
-            rel_error: finite(check.rel_error),
-            weights_excess: finite(weights),
-            sidecar_excess: sidecar.and_then(finite),
-            ok: check.ok && stated.is_none_or(|stated| stated.ok),
-        });
-    }
-    Ok(())
-}
-
 /// A check over all heads: passes when no excess is above 1.
-fn add_check(report: &mut Report, name: &str, what: &str, heads: &[(usize, usize, f64)]) {
+fn add_check(report: &mut Report, name: &str, what: &str, explained: &str, heads: &[(usize, usize, f64)]) {
     let bad: Vec<String> = heads
         .iter()
         .filter(|(_, _, excess)| excess.is_nan() || *excess > 1.0)
-        .map(|(layer, head, excess)| {
-            format!("layer {layer}, KV head {head}: {} times what rounding explains", shown(*excess))
-        })
+        .map(|(layer, head, excess)| format!("layer {layer}, KV head {head}: {} {explained}", shown(*excess)))
         .collect();
     let largest = heads.iter().fold(0.0, |a, &(_, _, excess)| worse(a, excess));
     if bad.is_empty() {
         report.check(
             name,
             true,
-            format!("{what} {} of what rounding explains, {}", shown(largest), count(heads.len(), "head")),
+            format!("{what}: largest deviation {} {explained}, {}", shown(largest), count(heads.len(), "head")),
         );
     } else {
-        report.check(name, false, list(&bad));
+        report.check(name, false, format!("{what}: {}", list(&bad)));
     }
 }

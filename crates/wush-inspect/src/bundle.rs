@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use wush_checkpoint::{Checkpoint, weights_hash};
+use wush_fold::Roundings;
 use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{FileEntry, LayerReport, Manifest, Status};
@@ -11,11 +12,16 @@ use wush_format::monitor::Monitor;
 use wush_model::arch;
 use wush_model::spec::ModelSpec;
 
+use crate::base::Comparison;
 use crate::inspect::Base;
-use crate::number::{count, shown};
+use crate::number::{count, digest, shown};
 use crate::report::{Kind, Report};
 use crate::sidecars::{Model, check_key, check_value};
-use crate::{InspectError, Result, base, files};
+use crate::{InspectError, Result, files};
+
+/// Tokens a head dimension below which a calibration is called small. The relative error of a covariance's eigenvalues is
+/// about 2·√(d/n): two thirds at 10.
+const WISE_TOKENS_PER_DIMENSION: u64 = 10;
 
 /// Inspects the bundle in `dir`.
 pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
@@ -23,7 +29,7 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     let wush = dir.join(WUSH_DIR);
     let manifest = Manifest::load(&wush.join(MANIFEST));
     match &manifest {
-        Ok(manifest) => check_manifest(&mut report, dir, manifest, monitor)?,
+        Ok(manifest) => check_manifest(&mut report, dir, manifest, base.is_some(), monitor)?,
         Err(error) => report.check("manifest", false, error.to_string()),
     }
     let manifest = manifest.ok();
@@ -39,10 +45,17 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     report.model_hash = Some(hash);
     if let Some(manifest) = &manifest {
         let expected = manifest.basis.model_hash;
-        let detail =
-            if expected == hash { format!("{hash}") } else { format!("the manifest says {expected}, found {hash}") };
+        let detail = if expected == hash {
+            format!("model hash {}", digest(&hash))
+        } else {
+            format!("the manifest says {}, found {}", digest(&expected), digest(&hash))
+        };
         report.check("folded weights", expected == hash, detail);
         check_layers(&mut report, &manifest.layers, &spec);
+        let head_dim = spec.layers.iter().map(|layer| layer.attn.head_dim).max();
+        if let (Some(calibration), Some(head_dim)) = (&manifest.calibration, head_dim) {
+            check_calibration(&mut report, calibration.tokens, head_dim);
+        }
     }
     let model = Model { spec: &spec, hash: Some(hash) };
     match KeySidecar::load(&wush.join(KEY_TRANSFORMS)) {
@@ -61,19 +74,26 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     };
     if let Some(base) = base {
         check_source(&mut report, manifest.as_ref(), base, monitor)?;
-        base::compare(&mut report, &checkpoint, &spec, values.as_ref(), base, monitor)?;
+        let (checkpoint, roundings) = (&checkpoint, Roundings::One);
+        Comparison { checkpoint, spec: &spec, values: values.as_ref(), roundings, base, monitor }.run(&mut report)?;
     }
     Ok(report)
 }
 
 /// Everything that the manifest says about itself and the files.
-fn check_manifest(report: &mut Report, dir: &Path, manifest: &Manifest, monitor: &dyn Monitor) -> Result<()> {
+fn check_manifest(
+    report: &mut Report,
+    dir: &Path,
+    manifest: &Manifest,
+    with_base: bool,
+    monitor: &dyn Monitor,
+) -> Result<()> {
     report.check("manifest", true, format!("version {}, written by {}", manifest.format_version, manifest.tool));
     report.check_result("files", files::check_listed(dir, &manifest.files, monitor)?);
     report.check_result("unlisted files", files::check_unlisted(dir, &manifest.files));
     let complete = manifest.status == Status::Complete;
     report.check("status", complete, if complete { "complete" } else { "marked as failed when it was made" });
-    check_equivalence(report, manifest);
+    check_equivalence(report, manifest, with_base);
     let source = &manifest.source;
     let revision = source.revision.as_deref().map(|revision| format!(" @ {revision}")).unwrap_or_default();
     report.fact("source", format!("{}{revision} ({})", source.id, source.family));
@@ -113,10 +133,31 @@ pub(crate) fn describe_calibration(report: &mut Report, calibration: &wush_forma
     report.fact("calibrated length", format!("{} tokens{scaling}", calibration.max_seq_len));
 }
 
+/// Whether the statistics can have full rank: they are sums of one outer product a token. Tokens decide and not ranks,
+/// which are legitimately short where a model has dead channels.
+pub(crate) fn check_calibration(report: &mut Report, tokens: u64, head_dim: usize) {
+    let needed = head_dim as u64;
+    let wise = needed.saturating_mul(WISE_TOKENS_PER_DIMENSION);
+    let advice = if tokens < needed {
+        format!("fewer than dimensions: the statistics cannot have full rank; calibrate on {wise} tokens or more")
+    } else if tokens < wise {
+        format!("few: below {wise} the statistics are mostly chance")
+    } else {
+        format!("at least {WISE_TOKENS_PER_DIMENSION} a dimension")
+    };
+    let detail = format!("{} for a head dimension of {head_dim}, {advice}", count(tokens as usize, "token"));
+    report.check("enough calibration", tokens >= needed, detail);
+}
+
 /// The equivalence check of the conversion, decided again from its numbers.
-fn check_equivalence(report: &mut Report, manifest: &Manifest) {
+fn check_equivalence(report: &mut Report, manifest: &Manifest, with_base: bool) {
     let Some(equivalence) = &manifest.equivalence else {
-        return report.fact("equivalence", "not checked when the bundle was made");
+        let instead = if with_base {
+            "the comparison of the weights with the base decides"
+        } else {
+            "inspect with --base proves the fold"
+        };
+        return report.check("equivalence", true, format!("not checked when the bundle was made; {instead}"));
     };
     let change = (equivalence.nll_bundle - equivalence.nll_source).abs() / equivalence.nll_source.abs();
     let passed = change <= equivalence.tolerance;
@@ -212,9 +253,9 @@ fn check_source(report: &mut Report, manifest: Option<&Manifest>, base: &Base, m
     let Some(manifest) = manifest else { return Ok(()) };
     let (found, expected) = (base.hash(monitor)?, manifest.source.model_hash);
     let detail = if found == expected {
-        format!("{found}")
+        format!("model hash {}", digest(&found))
     } else {
-        format!("the manifest says {expected}, the base is {found}")
+        format!("the manifest says {}, the base is {}", digest(&expected), digest(&found))
     };
     report.check("base is the source", found == expected, detail);
     Ok(())

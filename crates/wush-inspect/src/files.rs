@@ -9,7 +9,7 @@ use wush_format::hash::hash_file;
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
 
-use crate::number::{bytes, count};
+use crate::number::{bytes, count, digest};
 use crate::{InspectError, Result};
 
 /// Most problems that one check spells out.
@@ -54,7 +54,9 @@ fn problem_of(dir: &Path, file: &FileEntry) -> Option<String> {
     }
     match hash_file(&path) {
         Ok((sha256, _)) if sha256 == file.sha256 => None,
-        Ok((sha256, _)) => Some(format!("{}: expected SHA-256 {}, found {sha256}", file.path, file.sha256)),
+        Ok((sha256, _)) => {
+            Some(format!("{}: expected SHA-256 {}, found {}", file.path, digest(&file.sha256), digest(&sha256)))
+        }
         Err(error) => Some(error.to_string()),
     }
 }

@@ -1,29 +1,30 @@
 //! A report as one HTML page: no script, no font, no picture from elsewhere; light or dark as the reader's system is.
 
-use crate::number::count;
+use crate::number::{count, digest};
 use crate::report::{Kind, Report, Verdict};
 use crate::svg::{HeatMap, heat_map};
-use crate::text::{key_condition, value_condition};
+use crate::text::{key_condition, layer_rows, layers_title, value_condition};
 
 /// The maps in order of the page.
 const MAPS: &[HeatMap] = &[
     HeatMap {
         title: "Keys: predicted gain",
-        caption: "By how much the rounding loss shrinks at equal bits, against any orthogonal transform. More is better.",
+        caption: "By how much the rounding loss shrinks at equal bits, against any orthogonal transform: a figure on the \
+                  calibration text itself. More is better.",
         figure: |head| head.key.as_ref().map(|key| key.predicted_gain),
         logarithmic: true,
         class: "key",
     },
     HeatMap {
         title: "Values: predicted gain",
-        caption: "The same for values.",
+        caption: "The same for values, on the calibration text itself.",
         figure: |head| head.value.as_ref().map(|value| value.predicted_gain),
         logarithmic: true,
         class: "value",
     },
     HeatMap {
         title: "Keys: condition number of T",
-        caption: "How much T and its inverse may amplify rounding. Less is better; logarithmic.",
+        caption: "How much T and its inverse may amplify rounding (2-norm; 1 is the least). Less is better; logarithmic.",
         figure: key_condition,
         logarithmic: true,
         class: "key",
@@ -92,7 +93,7 @@ pub fn to_html(report: &Report) -> String {
     let maps = if maps.is_empty() {
         String::new()
     } else {
-        format!("<h2>Layers and heads</h2><div class=\"maps\">{}</div>", maps.concat())
+        format!("<h2>Layers and heads</h2><div class=\"maps\">{}</div>{}", maps.concat(), layers(report))
     };
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -131,7 +132,7 @@ fn header(report: &Report) -> String {
 }
 
 fn facts(report: &Report) -> String {
-    let hash = report.model_hash.map(|hash| ("model hash".to_owned(), hash.to_string()));
+    let hash = report.model_hash.map(|hash| ("model hash".to_owned(), digest(&hash)));
     let pairs = report.facts.iter().map(|fact| (fact.name.clone(), fact.value.clone())).chain(hash);
     let rows: String =
         pairs.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(&name), escape(&value))).collect();
@@ -148,7 +149,23 @@ fn checks(report: &Report) -> String {
         )
     };
     let rows: String = report.checks.iter().map(row).collect();
-    format!("<h2>Checks</h2><div class=\"wide\"><table>{rows}</table></div>")
+    format!("<h2>Checks</h2><div class=\"wide\"><table class=\"checks\">{rows}</table></div>")
+}
+
+/// The numbers of the maps, one row a layer.
+fn layers(report: &Report) -> String {
+    let rows = layer_rows(report);
+    let Some((titles, rows)) = rows.split_first() else { return String::new() };
+    let cells = |tag: &str, row: &[String]| -> String {
+        let cells: String = row.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        format!("<tr>{cells}</tr>")
+    };
+    let body: String = rows.iter().map(|row| cells("td", row)).collect();
+    format!(
+        "<h2>Numbers</h2><p class=\"note\">{}</p><div class=\"wide\"><table class=\"numbers\">{}{body}</table></div>",
+        layers_title(report),
+        cells("th", titles),
+    )
 }
 
 /// Text of a file or a path, safe inside an element and an attribute.
@@ -180,8 +197,10 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:6px 18px;margin:24px 0
 dt{color:var(--dim)}dd{margin:0;padding-top:1px}\
 .wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:12px}\
 table{border-collapse:collapse;width:100%}td,th{padding:8px 14px;text-align:left;vertical-align:top;border-top:1px solid var(--line);font-weight:400}\
-tr:first-child td,tr:first-child th{border-top:0}td:first-child{white-space:nowrap;font-weight:600}td:last-child{color:var(--dim);overflow-wrap:anywhere}\
-th{white-space:nowrap}tr.ok td:first-child{color:var(--ok)}tr.bad td{color:var(--bad)}\
+tr:first-child td,tr:first-child th{border-top:0}.checks td:first-child{white-space:nowrap;font-weight:600}.checks td:last-child{color:var(--dim);overflow-wrap:anywhere}\
+.checks th{min-width:8em}.note{color:var(--dim);font-size:13px;margin-bottom:10px}\
+.numbers td,.numbers th{padding:4px 12px;text-align:right;white-space:nowrap;font-size:13px;font-variant-numeric:tabular-nums}.numbers th{color:var(--dim)}\
+tr.ok td:first-child{color:var(--ok)}tr.bad td{color:var(--bad)}\
 .maps{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:18px}\
 figure{margin:0;padding:16px 18px;background:var(--card);border:1px solid var(--line);border-radius:12px}\
 figcaption b{display:block}figcaption span{display:block;color:var(--dim);font-size:13px;margin-bottom:10px}\
@@ -191,6 +210,8 @@ svg rect.none{fill:none;stroke:var(--line)}svg rect:hover{stroke:var(--ink);stro
 @media(prefers-color-scheme:dark){.key{--lo:#1d2b42;--hi:#8ec5ff}.value{--lo:#17322b;--hi:#7be3bf}.fold{--lo:#3a2617;--hi:#ffb57a}}\
 .scale{display:flex;align-items:center;gap:8px;font-size:12px;color:var(--dim);margin-top:8px}\
 .scale i{height:8px;width:120px;border-radius:4px;background:linear-gradient(in oklab to right,var(--lo),var(--hi))}\
+@media(max-width:640px){main{padding:20px 12px 40px}.verdict{text-align:left}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:8px}\
+.checks tr,.checks td,.checks th{display:block;border:0;padding:0}.checks tr{padding:8px 12px;border-top:1px solid var(--line)}.checks tr:first-child{border-top:0}}\
 @media print{body{background:none}figure,.wide,dl{break-inside:avoid}}";
 
 #[cfg(test)]

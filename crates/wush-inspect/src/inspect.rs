@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use wush_checkpoint::{Checkpoint, weights_hash};
+use wush_fold::Roundings;
 use wush_format::bundle::{KeySidecar, ValueSidecar, WUSH_DIR};
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::FileEntry;
@@ -11,8 +12,10 @@ use wush_format::tensor_file::TensorFile;
 use wush_model::arch;
 use wush_model::spec::ModelSpec;
 
+use crate::base::Comparison;
+use crate::number::{bytes, count, digest};
 use crate::report::{Kind, Report};
-use crate::{InspectError, Result, base, bundle, sidecars, statistics, transforms};
+use crate::{InspectError, Result, bundle, sidecars, statistics, transforms};
 
 /// Inspects a bundle directory, a checkpoint directory, or a transforms, statistics or sidecar file, by its content; with
 /// `base`, also against the checkpoint that it was made from.
@@ -58,11 +61,15 @@ impl Base {
     fn check_hash(&self, report: &mut Report, monitor: &dyn Monitor) -> Result<()> {
         let found = self.hash(monitor)?;
         match report.model_hash {
-            Some(expected) if expected == found => report.check("belongs to base", true, format!("model hash {found}")),
-            Some(expected) => {
-                report.check("belongs to base", false, format!("made for model {expected}, the base is {found}"))
+            Some(expected) if expected == found => {
+                report.check("belongs to base", true, format!("model hash {}", digest(&found)))
             }
-            None => report.check("belongs to base", false, format!("names no model; the base is {found}")),
+            Some(expected) => report.check(
+                "belongs to base",
+                false,
+                format!("made for model {}, the base is {}", digest(&expected), digest(&found)),
+            ),
+            None => report.check("belongs to base", false, format!("names no model; the base is {}", digest(&found))),
         }
         Ok(())
     }
@@ -83,12 +90,31 @@ fn directory(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<
             return Ok(report);
         }
     };
-    if let Some(spec) = bundle::check_checkpoint(&mut report, &checkpoint)
+    let spec = bundle::check_checkpoint(&mut report, &checkpoint);
+    if let Some(spec) = &spec {
+        describe(&mut report, &checkpoint, spec);
+    }
+    if let Some(spec) = spec
         && let Some(base) = base
     {
-        base::compare(&mut report, &checkpoint, &spec, None, base, monitor)?;
+        // It may be the original, folded once, or folded and unfolded.
+        let roundings = Roundings::Two;
+        let checkpoint = &checkpoint;
+        Comparison { checkpoint, spec: &spec, values: None, roundings, base, monitor }.run(&mut report)?;
     }
     Ok(report)
+}
+
+/// What a plain checkpoint is.
+fn describe(report: &mut Report, checkpoint: &Checkpoint, spec: &ModelSpec) {
+    let heads = spec.layers.first().map(|layer| {
+        let attn = &layer.attn;
+        format!(", {} query and {} KV heads of dimension {}", attn.n_heads, attn.n_kv_heads, attn.head_dim)
+    });
+    let layers = count(spec.layers.len(), "layer");
+    report.fact("model", format!("{}, {layers}{}", spec.family, heads.unwrap_or_default()));
+    let shards = count(checkpoint.shards().len(), "shard");
+    report.fact("weights", format!("{} in {shards}", bytes(checkpoint.n_weight_bytes())));
 }
 
 fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {

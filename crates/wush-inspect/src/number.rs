@@ -1,5 +1,10 @@
 //! Numbers as people read them, and as JSON can hold them.
 
+use wush_format::hash::Sha;
+
+/// Hex digits of a digest that are shown.
+const DIGEST_DIGITS: usize = 12;
+
 /// JSON has no NaN and no infinity: such a number is absent.
 pub(crate) fn finite(x: f64) -> Option<f64> {
     x.is_finite().then_some(x)
@@ -19,6 +24,11 @@ pub(crate) fn shown(x: f64) -> String {
     } else {
         format!("{x:.0}")
     }
+}
+
+/// Enough hex digits of a digest to tell it from others; the JSON fields have it whole.
+pub(crate) fn digest(sha: &Sha) -> String {
+    sha.to_string().chars().take(DIGEST_DIGITS).collect()
 }
 
 /// Bytes in powers of ten.

@@ -113,9 +113,9 @@ pub struct HeadAudit {
     pub key: Option<HeadReport>,
     /// The solver's report on the value transform.
     pub value: Option<HeadReport>,
-    /// 1-norm condition number of the stored key transform.
+    /// Condition number (2-norm) of the stored key transform; 1 for an orthogonal one.
     pub key_condition: Option<f64>,
-    /// 1-norm condition number of the stored value transform.
+    /// Condition number (2-norm) of the stored value transform.
     pub value_condition: Option<f64>,
     /// Largest |key · queryᵀ − I| over its bound; at most 1 passes.
     pub key_query_excess: Option<f64>,
@@ -131,7 +131,8 @@ pub struct HeadAudit {
 pub struct FoldAudit {
     /// ‖W_O'W_V' − W_O W_V‖_F / ‖W_O W_V‖_F; none when a number was not finite.
     pub rel_error: Option<f64>,
-    /// Largest excess of the checks that need the two checkpoints alone; none when a number was not finite.
+    /// Largest excess of the checks that need the two checkpoints alone, over what one rounding explains (of a plain
+    /// checkpoint: two, of a fold and its undoing); none when a number was not finite.
     pub weights_excess: Option<f64>,
     /// Largest excess of the check that the value sidecar's transform is the one folded; none without a usable sidecar.
     pub sidecar_excess: Option<f64>,

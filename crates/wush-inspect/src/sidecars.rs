@@ -4,14 +4,15 @@ use wush_fold::{condition_limit, invert};
 use wush_format::bundle::{KeyLayer, KeySidecar, ValueSidecar};
 use wush_format::hash::Sha;
 use wush_model::spec::ModelSpec;
+use wush_transform::condition_number;
 
-use crate::number::{count, finite, shown, worse};
+use crate::number::{count, digest, finite, shown, worse};
 use crate::report::Report;
 
 /// Unit roundoff of f32.
 const F32_ROUNDOFF: f64 = f32::EPSILON as f64 / 2.0;
 
-/// Largest condition number of a key transform that f32 can hold: 0.1 / (d·u), u = 2⁻²⁴. The two stored factors miss the
+/// Largest 1-norm condition number of a key transform that f32 can hold: 0.1 / (d·u), u = 2⁻²⁴. The two stored factors miss the
 /// identity by up to about 2·u·cond in norm; at this limit an attention logit may be off by 20 %, divided by d's root.
 fn key_condition_limit(head_dim: usize) -> f64 {
     0.1 / (head_dim.max(1) as f64 * F32_ROUNDOFF)
@@ -24,34 +25,68 @@ pub(crate) struct Model<'a> {
     pub(crate) hash: Option<Sha>,
 }
 
+/// Whether transforms may be inverted, and the condition number that is shown.
+///
+/// Shown is the condition number in the 2-norm, as everywhere in wush: 1 for an orthogonal transform. What decides is the
+/// 1-norm one, up to d times larger: it bounds the error of the inverse that LU finds.
+#[derive(Default)]
+pub(crate) struct Conditions {
+    /// The largest shown, and its layer and head.
+    worst: Option<(f64, (usize, usize))>,
+    /// The first that may not be inverted: 1-norm condition number, limit, layer and head.
+    beyond: Option<(f64, f64, (usize, usize))>,
+}
+
+impl Conditions {
+    /// Takes in one row-major `[dim, dim]` transform; its condition number, none when it is not finite.
+    pub(crate) fn add(&mut self, matrix: &[f64], dim: usize, limit: f64, place: (usize, usize)) -> Option<f64> {
+        let bound = invert(matrix, dim).condition;
+        if bound.is_nan() || bound > limit {
+            self.beyond.get_or_insert((bound, limit, place));
+        }
+        let shown = condition_number(matrix, dim).unwrap_or(f64::INFINITY);
+        if self.worst.is_none_or(|(largest, _)| shown > largest) {
+            self.worst = Some((shown, place));
+        }
+        finite(shown)
+    }
+
+    /// The check over all that were taken in.
+    pub(crate) fn check(&self, report: &mut Report, name: &str) {
+        let place = |(layer, head): (usize, usize)| format!("layer {layer}, KV head {head}");
+        let detail = match (self.beyond, self.worst) {
+            (Some((bound, limit, at)), _) => {
+                format!("{}: 1-norm condition number {}, at most {} allowed", place(at), shown(bound), shown(limit))
+            }
+            (None, Some((largest, at))) => format!("condition number at most {} ({})", shown(largest), place(at)),
+            (None, None) => "none".to_owned(),
+        };
+        report.check(name, self.beyond.is_none(), detail);
+    }
+}
+
 /// Checks of a key sidecar; conditions and errors go to the report's heads.
 pub(crate) fn check_key(report: &mut Report, sidecar: &KeySidecar, model: Option<Model<'_>>) {
     let shapes = sidecar.layers.iter().map(|(&layer, entry)| (layer, [entry.n_kv_heads, entry.head_dim]));
     check_fit(report, "key sidecar", shapes.collect(), sidecar.model_hash, model);
-    let (mut excess, mut condition, mut worst, mut worst_cond) = (0.0, 0.0, String::new(), String::new());
-    let mut within = true;
+    let (mut excess, mut worst, mut conditions) = (0.0, String::new(), Conditions::default());
     for (&layer, entry) in &sidecar.layers {
         for head in 0..entry.n_kv_heads {
             let (key, query) = head_of(entry, head);
-            let (dim, place) = (entry.head_dim, format!("layer {layer}, KV head {head}"));
+            let dim = entry.head_dim;
             let found = key_query_excess(&key, &query, dim);
-            let cond = invert(&key, dim).condition;
             if found.is_nan() || found > excess || worst.is_empty() {
-                worst = place.clone();
+                worst = format!("layer {layer}, KV head {head}");
             }
-            if cond.is_nan() || cond > condition || worst_cond.is_empty() {
-                worst_cond = place;
-            }
-            (excess, condition) = (worse(excess, found), worse(condition, cond));
-            within &= cond <= key_condition_limit(dim);
+            excess = worse(excess, found);
             let audit = report.head(layer, head);
             audit.key_query_excess = finite(found);
-            audit.key_condition = finite(cond);
+            audit.key_condition = conditions.add(&key, dim, key_condition_limit(dim), (layer, head));
         }
     }
     let detail = format!("largest |key·queryᵀ − I| is {} of its rounding bound ({worst})", shown(excess));
     report.check("query = key^{-T}", excess <= 1.0, detail);
-    report.check("key conditioning", within, format!("condition number at most {} ({worst_cond})", shown(condition)));
+    conditions.check(report, "key conditioning");
 }
 
 /// T_K and T_K^{-T} of one head, widened.
@@ -91,24 +126,15 @@ pub(crate) fn key_query_excess(key: &[f64], query: &[f64], dim: usize) -> f64 {
 pub(crate) fn check_value(report: &mut Report, sidecar: &ValueSidecar, model: Option<Model<'_>>) {
     let shapes = sidecar.layers.iter().map(|(&layer, entry)| (layer, [entry.n_kv_heads, entry.head_dim]));
     check_fit(report, "value sidecar", shapes.collect(), sidecar.model_hash, model);
-    let (mut condition, mut worst, mut within) = (0.0, String::new(), true);
-    for &layer in sidecar.layers.keys() {
-        let entry = &sidecar.layers[&layer];
+    let mut conditions = Conditions::default();
+    for (&layer, entry) in &sidecar.layers {
         for head in 0..entry.n_kv_heads {
-            let found = invert(&value_head(sidecar, layer, head), entry.head_dim).condition;
-            if found.is_nan() || found > condition || worst.is_empty() {
-                worst = format!("layer {layer}, KV head {head}");
-            }
-            condition = worse(condition, found);
-            within &= found <= condition_limit(entry.head_dim);
-            report.head(layer, head).value_condition = finite(found);
+            let (matrix, dim) = (value_head(sidecar, layer, head), entry.head_dim);
+            report.head(layer, head).value_condition =
+                conditions.add(&matrix, dim, condition_limit(dim), (layer, head));
         }
     }
-    report.check(
-        "value transforms invertible",
-        within,
-        format!("condition number at most {} ({worst})", shown(condition)),
-    );
+    conditions.check(report, "value transforms invertible");
 }
 
 /// T_V of one head, widened; all zero when the sidecar has none, which no check takes for a transform.
@@ -146,8 +172,12 @@ fn check_fit(report: &mut Report, name: &str, shapes: Vec<(usize, [usize; 2])>, 
     report.check_result(name, result);
     let belongs = format!("{name} belongs to the weights");
     match weights {
-        Some(weights) if weights == hash => report.check(&belongs, true, format!("model hash {hash}")),
-        Some(weights) => report.check(&belongs, false, format!("names model {hash}, the weights are {weights}")),
+        Some(weights) if weights == hash => report.check(&belongs, true, format!("model hash {}", digest(&hash))),
+        Some(weights) => report.check(
+            &belongs,
+            false,
+            format!("names model {}, the weights are {}", digest(&hash), digest(&weights)),
+        ),
         None => report.check(&belongs, false, "the weights could not be hashed"),
     }
 }
@@ -155,6 +185,23 @@ fn check_fit(report: &mut Report, name: &str, shapes: Vec<(usize, [usize; 2])>, 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_orthogonal_transform_has_condition_one_and_a_singular_one_is_refused() {
+        let mut conditions = Conditions::default();
+        let shown = conditions.add(&[0.6, 0.8, -0.8, 0.6], 2, 100.0, (0, 0)).expect("finite");
+        assert!((shown - 1.0).abs() < 1e-12, "{shown}: the 1-norm one is 1.96");
+        let mut report = Report::new(std::path::Path::new("x"), crate::Kind::KeySidecar);
+        conditions.check(&mut report, "conditioning");
+        assert_eq!(report.checks[0].detail, "condition number at most 1.00 (layer 0, KV head 0)");
+        for matrix in [[1.0, 2.0, 2.0, 4.0], [1.0, f64::NAN, 0.0, 1.0]] {
+            let mut conditions = Conditions::default();
+            conditions.add(&matrix, 2, 100.0, (3, 1));
+            conditions.check(&mut report, "conditioning");
+            let check = report.checks.last().expect("there");
+            assert!(!check.ok && check.detail.starts_with("layer 3, KV head 1: "), "{check:?}");
+        }
+    }
 
     #[test]
     fn rounding_passes_and_a_small_change_does_not() {

@@ -9,6 +9,7 @@ use wush_format::tensor_file::TensorFile;
 use wush_stats::{LayerStats, Statistics};
 use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, find, solve};
 
+use crate::bundle::check_calibration;
 use crate::number::count;
 use crate::report::{Kind, Report};
 use crate::{InspectError, Result};
@@ -86,6 +87,8 @@ fn describe(report: &mut Report, statistics: &Statistics) {
     );
     let positions = format!("{} in {}", info.positions, count(info.sequence_hashes.len(), "sequence"));
     report.check("positions", info.positions > 0, positions);
+    let head_dim = statistics.layers.values().map(LayerStats::head_dim).max();
+    check_calibration(report, info.positions, head_dim.unwrap_or(info.head_dim));
     let gap = statistics.layers.keys().enumerate().find(|(at, layer)| at != *layer);
     report.check(
         "layers",

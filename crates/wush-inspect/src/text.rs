@@ -12,15 +12,17 @@ pub fn to_text(report: &Report) -> String {
     if let Some(base) = &report.base {
         out.push_str(&format!(", compared with {base}"));
     }
-    out.push_str("\n\n");
+    out.push('\n');
     let facts: Vec<_> = report.facts.iter().map(|fact| vec![fact.name.clone(), fact.value.clone()]).collect();
-    out.push_str(&table(&facts, &[]));
+    if !facts.is_empty() {
+        out.push_str(&format!("\n{}", table(&facts, &[])));
+    }
     let check = |check: &crate::Check| {
         vec![if check.ok { "ok" } else { "FAILED" }.to_owned(), check.name.clone(), check.detail.clone()]
     };
     let checks: Vec<_> = report.checks.iter().map(check).collect();
     out.push_str(&section("Checks", &table(&checks, &[])));
-    out.push_str(&section(&layers_title(report), &layers(report)));
+    out.push_str(&section(layers_title(report), &layers(report)));
     out.push_str(&section("Worst heads", &worst_heads(report)));
     out.push_str(&verdict(report));
     out
@@ -44,10 +46,16 @@ fn verdict(report: &Report) -> String {
     }
 }
 
-fn layers_title(report: &Report) -> String {
+pub(crate) fn layers_title(report: &Report) -> &'static str {
     match report.kind {
-        Kind::Statistics => "Layers (gain: what the wush transform would give; worst head of each layer)".to_owned(),
-        _ => "Layers (gain: predicted, worst to best head; the rest: worst head)".to_owned(),
+        Kind::Statistics => {
+            "Layers (gain: what the wush transform would give on the calibration text itself, worst to \
+                             best head; the rest: worst head)"
+        }
+        _ if columns(report).iter().any(|column| column.range) => {
+            "Layers (gain: predicted on the calibration text itself, worst to best head; the rest: worst head)"
+        }
+        _ => "Layers (worst head)",
     }
 }
 
@@ -61,10 +69,10 @@ struct Column {
 const COLUMNS: &[Column] = &[
     Column { title: "key gain", figure: |head| head.key.as_ref().map(|key| key.predicted_gain), range: true },
     Column { title: "key cond", figure: key_condition, range: false },
-    Column { title: "imbalance", figure: |head| head.key.as_ref().map(|key| key.imbalance), range: false },
+    Column { title: "key imbalance", figure: |head| head.key.as_ref().map(|key| key.imbalance), range: false },
     Column { title: "value gain", figure: |head| head.value.as_ref().map(|value| value.predicted_gain), range: true },
     Column { title: "value cond", figure: value_condition, range: false },
-    Column { title: "imbalance", figure: |head| head.value.as_ref().map(|value| value.imbalance), range: false },
+    Column { title: "value imbalance", figure: |head| head.value.as_ref().map(|value| value.imbalance), range: false },
     Column { title: "mean-key energy", figure: |head| head.mean_key_energy, range: false },
     Column { title: "fold error", figure: |head| head.fold.as_ref().and_then(|fold| fold.rel_error), range: false },
     Column {
@@ -84,14 +92,26 @@ pub(crate) fn value_condition(head: &HeadAudit) -> Option<f64> {
     head.value_condition.or(head.value.as_ref().map(|value| value.cond_transform))
 }
 
-fn layers(report: &Report) -> String {
+/// The columns of which some head has the figure.
+fn columns(report: &Report) -> Vec<&'static Column> {
     let known = |column: &&Column| {
         report.layers.iter().flat_map(|layer| &layer.heads).any(|head| (column.figure)(head).is_some())
     };
-    let columns: Vec<&Column> = COLUMNS.iter().filter(known).collect();
+    COLUMNS.iter().filter(known).collect()
+}
+
+fn layers(report: &Report) -> String {
+    let rows = layer_rows(report);
+    let right: Vec<usize> = (0..rows.first().map_or(0, Vec::len)).collect();
+    table(&rows, &right)
+}
+
+/// The titles and one row a layer; nothing when there are no figures.
+pub(crate) fn layer_rows(report: &Report) -> Vec<Vec<String>> {
+    let columns = columns(report);
     let with_ranks = report.kind == Kind::Statistics;
     if columns.is_empty() {
-        return String::new();
+        return Vec::new();
     }
     let mut rows = vec![vec!["layer".to_owned(), "heads".to_owned()]];
     rows[0].extend(columns.iter().map(|column| column.title.to_owned()));
@@ -106,8 +126,7 @@ fn layers(report: &Report) -> String {
         }
         rows.push(row);
     }
-    let right: Vec<usize> = (0..rows[0].len()).collect();
-    table(&rows, &right)
+    rows
 }
 
 fn cell(layer: &LayerAudit, column: &Column) -> String {

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use wush_fold::{condition_limit, invert};
+use wush_fold::condition_limit;
 use wush_format::tensor_file::TensorFile;
 use wush_format::transforms::{HeadMatrices, Transforms};
 
-use crate::bundle::{add_layers, describe_calibration};
-use crate::number::{count, finite, shown, worse};
+use crate::bundle::{add_layers, check_calibration, describe_calibration};
+use crate::number::count;
 use crate::report::{HeadAudit, Kind, Report};
+use crate::sidecars::Conditions;
 
 /// Inspects a transforms file.
 pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
@@ -30,6 +31,8 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
     );
     if let Some(calibration) = &transforms.calibration {
         describe_calibration(&mut report, calibration);
+        let head_dim = transforms.layers.values().map(|layer| layer.key.dim.max(layer.value.dim)).max();
+        check_calibration(&mut report, calibration.tokens, head_dim.unwrap_or(0));
     }
     add_layers(&mut report, &transforms.report);
     if !transforms.report.is_empty() {
@@ -68,18 +71,14 @@ fn check_role(
     role: fn(&wush_format::transforms::LayerTransforms) -> &HeadMatrices,
     put: fn(&mut HeadAudit, Option<f64>),
 ) {
-    let (mut largest, mut worst, mut within) = (0.0, String::new(), true);
+    let mut conditions = Conditions::default();
     for (&layer, entry) in &transforms.layers {
         let matrices = role(entry);
         for head in 0..matrices.n_heads {
-            let condition = invert(matrices.head(head), matrices.dim).condition;
-            if condition.is_nan() || condition > largest || worst.is_empty() {
-                worst = format!("layer {layer}, KV head {head}");
-            }
-            largest = worse(largest, condition);
-            within &= condition <= condition_limit(matrices.dim);
-            put(report.head(layer, head), finite(condition));
+            let place = (layer, head);
+            let found = conditions.add(matrices.head(head), matrices.dim, condition_limit(matrices.dim), place);
+            put(report.head(layer, head), found);
         }
     }
-    report.check(name, within, format!("condition number at most {} ({worst})", shown(largest)));
+    conditions.check(report, name);
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use support::{Layout, Rng, Tiny, model_hash, well_conditioned};
 use tempfile::TempDir;
 use wush_checkpoint::Checkpoint;
-use wush_fold::{FoldDtype, FoldOutcome, fold, invert};
+use wush_fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, invert, unfold};
 use wush_format::bundle::{
     KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
 };
@@ -265,6 +265,95 @@ fn an_honest_bundle_passes_alone_and_against_its_base() {
     }
 }
 
+fn detail<'a>(report: &'a Report, name: &str) -> &'a str {
+    report.checks.iter().find(|check| check.name == name).map_or("", |check| check.detail.as_str())
+}
+
+#[test]
+fn an_unfolded_bundle_passes_against_the_original_and_a_changed_one_does_not() {
+    for layout in [Layout::Llama, Layout::Qwen2, Layout::Phi3] {
+        let bundle = Bundle::of(&Tiny { head_dim: 16, ..tiny(layout) }, FoldDtype::Keep);
+        let out = bundle.dir.with_file_name("unfolded");
+        fs::create_dir(&out).expect("directory");
+        let checkpoint = Checkpoint::open(&bundle.dir).expect("opens");
+        let spec = resolve(&checkpoint, None).expect("understood");
+        let values = ValueSidecar::load(&bundle.dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("loads");
+        unfold(&checkpoint, &spec, &values, &out, UnfoldDtype::Original, &Quiet).expect("unfolds");
+        let report = inspect(&out, Some(&bundle.source), &Quiet).expect("it can be inspected");
+        assert_only(&report, &[]);
+        for name in ["folded values", "folded outputs", "same function"] {
+            assert!(detail(&report, name).contains("of what two roundings"), "{}", to_text(&report));
+            assert!(detail(&bundle.inspect(true), name).contains("of what one rounding explains"));
+        }
+        let changed = Bundle { _root: TempDir::new().expect("temporary directory"), dir: out, ..bundle };
+        changed.poke("model.layers.1.self_attn.o_proj.weight", 100, |x| x + 0.5);
+        let report = inspect(&changed.dir, Some(&changed.source), &Quiet).expect("it can be inspected");
+        assert!(failed(&report).contains(&"folded outputs"), "{}", to_text(&report));
+    }
+}
+
+#[test]
+fn an_equivalence_that_was_not_checked_is_said() {
+    let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+    bundle.edit_manifest(|manifest| manifest.equivalence = None);
+    let report = bundle.inspect(false);
+    assert_only(&report, &[]);
+    let expected = "not checked when the bundle was made; inspect with --base proves the fold";
+    assert_eq!(detail(&report, "equivalence"), expected);
+    assert!(detail(&bundle.inspect(true), "equivalence").contains("comparison of the weights with the base decides"));
+}
+
+#[test]
+fn a_calibration_shorter_than_the_head_dimension_fails_and_a_short_one_is_called_few() {
+    for (tokens, expected, part) in [
+        (7, &["enough calibration"][..], "fewer than dimensions"),
+        (8, &[], "few: below 80"),
+        (79, &[], "few: below 80"),
+        (80, &[], "at least 10 a dimension"),
+    ] {
+        let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
+        bundle.edit_manifest(|manifest| manifest.calibration.as_mut().expect("there").tokens = tokens);
+        let report = bundle.inspect(false);
+        assert_only(&report, expected);
+        assert!(detail(&report, "enough calibration").contains(part), "{}", to_text(&report));
+
+        let mut transforms = tiny(Layout::Llama).transforms(&bundle.source);
+        transforms.calibration = Some(Calibration { tokens, ..calibration() });
+        let path = bundle.source.with_file_name("t.safetensors");
+        transforms.save(&path).expect("saved");
+        let report = inspect(&path, None, &Quiet).expect("transforms");
+        assert_only(&report, expected);
+        assert!(detail(&report, "enough calibration").contains(part), "{}", to_text(&report));
+    }
+}
+
+#[test]
+fn the_condition_number_is_that_of_the_two_norm_everywhere() {
+    let root = TempDir::new().expect("temporary directory");
+    let (source, path) = (root.path().join("source"), root.path().join("t.safetensors"));
+    let tiny = tiny(Layout::Llama);
+    tiny.write(&source);
+    let mut transforms = tiny.transforms(&source);
+    // The Hadamard matrix of order 8, orthogonal up to its scale: 1 in the 2-norm, 8 in the 1-norm.
+    let hadamard: Vec<f64> =
+        (0..64_usize).map(|at| if ((at / 8) & (at % 8)).count_ones() % 2 == 0 { 0.5 } else { -0.5 }).collect();
+    for layer in transforms.layers.values_mut() {
+        layer.key.data = [hadamard.clone(), hadamard.clone()].concat();
+        layer.value.data = layer.key.data.clone();
+    }
+    transforms.save(&path).expect("saved");
+    let bundle = Bundle::make(root, source, &transforms, FoldDtype::Keep);
+    for report in [bundle.inspect(false), inspect(&path, None, &Quiet).expect("transforms")] {
+        assert_only(&report, &[]);
+        for head in report.layers.iter().flat_map(|layer| &layer.heads) {
+            for found in [head.key_condition, head.value_condition] {
+                assert!(found.is_some_and(|found| (found - 1.0).abs() < 1e-6), "{found:?}");
+            }
+        }
+        assert!(to_text(&report).contains("condition number at most 1.00"), "{}", to_text(&report));
+    }
+}
+
 #[test]
 fn text_and_page_say_what_was_found() {
     let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
@@ -275,6 +364,14 @@ fn text_and_page_say_what_was_found() {
     {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
+    for part in ["predicted on the calibration text itself", "1.00 is expected", "enough calibration"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+    let long = |text: &str| text.split(|c: char| !c.is_ascii_hexdigit()).any(|word| word.len() > 12);
+    assert!(!long(&text) && !long(&to_html(&report)), "a digest is shown whole:\n{text}");
+    let hash = report.model_hash.expect("hashed").to_string();
+    assert!(serde_json::to_string(&report).expect("JSON").contains(&hash), "JSON has it whole");
+    assert!(text.contains(&hash[..12]));
     assert!(text.trim_end().lines().last().is_some_and(|line| line.starts_with("Verdict: ok (")), "{text}");
     let page = to_html(&report);
     for part in [
@@ -283,6 +380,9 @@ fn text_and_page_say_what_was_found() {
         "Keys: sensitivity imbalance",
         "Fold error",
         "prefers-color-scheme:dark",
+        "max-width:640px",
+        "calibration text itself",
+        "class=\"numbers\"",
     ] {
         assert!(page.contains(part), "{part}");
     }
@@ -495,6 +595,14 @@ fn a_damaged_shard_is_a_failed_check() {
     assert_only(&bundle.inspect(false), &["files", "checkpoint"]);
 }
 
+/// A key sidecar alone, which has no facts.
+fn bundle_key_sidecar(tiny: &Tiny, dir: &Path) -> PathBuf {
+    let path = dir.join("keys.safetensors");
+    let bundle = Bundle::of(tiny, FoldDtype::Keep);
+    fs::copy(bundle.dir.join(WUSH_DIR).join(KEY_TRANSFORMS), &path).expect("copied");
+    path
+}
+
 #[test]
 fn a_checkpoint_transforms_and_other_files_are_told_apart() {
     let root = TempDir::new().expect("temporary directory");
@@ -504,6 +612,13 @@ fn a_checkpoint_transforms_and_other_files_are_told_apart() {
     let report = inspect(&source, None, &Quiet).expect("a checkpoint");
     assert_only(&report, &[]);
     assert_eq!(report.kind, Kind::Checkpoint);
+    let text = to_text(&report);
+    assert!(text.contains("llama, 2 layers, 4 query and 2 KV heads of dimension 8"), "{text}");
+    assert!(!text.contains("\n\n\n") && !text.contains("Layers"), "{text}");
+    assert!(
+        !to_text(&inspect(&bundle_key_sidecar(&tiny, root.path()), None, &Quiet).expect("a sidecar"))
+            .contains("\n\n\n")
+    );
     assert_only(&inspect(&source, Some(&source), &Quiet).expect("the same twice"), &[]);
 
     let mut transforms = tiny.transforms(&source);
@@ -595,8 +710,14 @@ fn statistics_show_ranks_gains_and_the_mean_key() {
         assert!(head.mean_key_energy.is_some_and(|share| (share - 1.0).abs() < 1e-12));
         assert!(key.predicted_gain >= 1.0 && value.predicted_gain >= 1.0);
     }
+    assert!(detail(&report, "enough calibration").starts_with("64 tokens for a head dimension of 8, few"));
     let text = to_text(&report);
-    assert!(text.contains("1, 8, 7, 8") && text.contains("mean-key energy"), "{text}");
+    assert!(
+        text.contains("on the calibration text itself")
+            && text.contains("1, 8, 7, 8")
+            && text.contains("mean-key energy"),
+        "{text}"
+    );
     // A file that no calibration made.
     let file = TensorFile::open(&path).expect("opens");
     let range = file.tensors()["layers.0.key_gram"].range.clone();
