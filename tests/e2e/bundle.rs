@@ -129,7 +129,38 @@ fn an_f32_fold_changes_no_token() {
     for (name, (dtype, _)) in tensors(&scratch.join("bundle")) {
         assert_eq!(dtype, if is_folded(&name) { Dtype::F32 } else { Dtype::BF16 }, "{name}");
     }
+    // The model's config.json says bfloat16, which loaders follow.
+    assert_noted(&report, &scratch, "tell the server float32");
     wush(&scratch).ok(&args([&"inspect", &"bundle", &"--base", &model()]));
+}
+
+/// Asserts that the report has such a note, and that the model card says it, too.
+fn assert_noted(report: &Value, scratch: &Scratch, expected: &str) {
+    let notes = report["notes"].as_array().expect("notes");
+    let note = notes.iter().filter_map(Value::as_str).find(|note| note.contains(expected));
+    let note = note.unwrap_or_else(|| panic!("no note says {expected:?}: {notes:?}"));
+    let card = fs::read_to_string(scratch.join("bundle/wush/README.md")).expect("a card");
+    assert!(card.contains(note), "{card}");
+}
+
+#[test]
+fn a_scaled_calibration_says_how_to_serve_it() {
+    let scratch = Scratch::new();
+    let options = ["--out", "bundle", "--rope-scaling", "yarn:4", "--format", "json"];
+    let report = wush(&scratch).ok(&on_demo("convert", &options)).json();
+    assert_noted(&report, &scratch, r#"{"rope_type": "yarn", "factor": 4.0"#);
+}
+
+#[test]
+fn too_little_text_is_told() {
+    let scratch = Scratch::new();
+    let mut command = on_demo("convert", &["--out", "bundle", "--format", "json"]);
+    // 32 tokens for heads of dimension 64.
+    command[5] = "1".to_owned();
+    command[7] = "32".to_owned();
+    let run = wush(&scratch).ok(&command);
+    assert!(run.stderr.contains("too little text: 32 tokens"), "{run:?}");
+    assert_noted(&run.json(), &scratch, "too little text: 32 tokens");
 }
 
 #[test]

@@ -101,7 +101,7 @@ pub fn filters() -> Vec<(&'static str, &'static str)> {
         (r"\d+ tokens/s", "[rate]"),
         (r"in layer \d+", "in layer [n]"),
         (r"[+-]?\d+(\.\d+)?e[+-]?\d+", "[float]"),
-        (r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b", "[bytes]"),
+        (r"\d+(\.\d+)? (B|kB|MB|GB)\b", "[bytes]"),
         (r"\d+(\.\d+)? s\b", "[time]"),
         (r"[+-]?\d+\.\d+", "[float]"),
         (r" +\[float\]", " [float]"),

@@ -13,6 +13,13 @@ use crate::common::{args, model, on_tiny, text, tiny, token_ids, wush};
 
 /// Runs `command` and asserts an error that says all of `expected`, with a hint.
 fn assert_error(scratch: &Scratch, command: &[String], expected: &[&str]) -> Outcome {
+    let run = assert_failure(scratch, command, expected);
+    assert!(run.stderr.lines().any(|line| line.starts_with("hint: ")), "no hint: {run:?}");
+    run
+}
+
+/// As [`assert_error`], for a message that says itself what to do: a hint, if any, is not empty.
+fn assert_failure(scratch: &Scratch, command: &[String], expected: &[&str]) -> Outcome {
     let before = names(scratch.path());
     let run = wush(scratch).run(command);
     assert_eq!(run.code, Some(2), "{command:?}: {run:?}");
@@ -22,7 +29,7 @@ fn assert_error(scratch: &Scratch, command: &[String], expected: &[&str]) -> Out
     for part in expected {
         assert!(message.contains(part), "the message does not say {part:?}: {run:?}");
     }
-    assert!(run.stderr.lines().any(|line| line.starts_with("hint: ")), "no hint: {run:?}");
+    assert!(!run.stderr.lines().any(|line| line.trim_end() == "hint:"), "an empty hint: {run:?}");
     assert!(!run.stderr.contains("panicked") && !run.stderr.contains("stack backtrace"), "{run:?}");
     assert_eq!(names(scratch.path()), before, "something was left behind: {run:?}");
     run
@@ -153,27 +160,30 @@ fn no_cuda_here() {
 #[test]
 fn numbers_out_of_range() {
     let scratch = Scratch::new();
-    for (option, value) in [
-        ("--damping", "-1"),
-        ("--damping", "NaN"),
-        ("--sequences", "0"),
-        ("--sequences", "5"),
-        ("--shard", "1/9"),
-        ("--threads", "0"),
-        ("--tolerance", "0"),
+    for (option, value, expected) in [
+        ("--damping", "-1", "--damping: expected a number from 0 to 1e6, found -1"),
+        ("--damping", "NaN", "--damping: expected"),
+        ("--sequences", "0", "--sequences: expected at least 1, found 0"),
+        ("--sequences", "5", "wanted, found 4"),
+        ("--sequences", "-1", "expected a whole number"),
+        ("--seq-len", "-1", "expected a whole number"),
+        ("--shard", "1/9", "--shard: expected"),
+        ("--threads", "0", "--threads: expected"),
+        ("--tolerance", "0", "--tolerance: expected a positive number, found 0"),
+        ("--tolerance", "-0.1", "--tolerance: expected a positive number, found -0.1"),
     ] {
         let (command, out) = if option == "--shard" { ("calibrate", "s.safetensors") } else { ("convert", "bundle") };
-        let option = format!("{option}={value}");
         // One share of nine of four sequences is empty.
-        assert_error(&scratch, &on_tiny(&scratch, command, &tiny(), &["--out", out, &option]), &[]);
+        let command = on_tiny(&scratch, command, &tiny(), &["--out", out, option, value]);
+        assert_failure(&scratch, &command, &[expected]);
     }
     let mut long = args([&"convert", &model(), &"--calib", &text(), &"--out", &"bundle", &"--seq-len", &"4097"]);
-    assert_error(&scratch, &long, &["--seq-len", "2 to 4096", "4097"]);
+    assert_failure(&scratch, &long, &["--seq-len", "2 to 4096", "4097"]);
     let last = long.len() - 1;
     long[last] = "1".to_owned();
-    assert_error(&scratch, &long, &["--seq-len"]);
+    assert_failure(&scratch, &long, &["--seq-len"]);
     let ids = scratch.write("long.json", serde_json::to_string(&vec![vec![1; 5000]]).expect("JSON"));
-    assert_error(
+    assert_failure(
         &scratch,
         &args([&"convert", &model(), &"--calib", &ids, &"--out", &"bundle"]),
         &["5000 in sequence 0"],
@@ -373,6 +383,23 @@ fn files_of_another_kind() {
     assert_error(&scratch, &args([&"inspect", &text]), &["notes.safetensors"]);
     assert_error(&scratch, &args([&"inspect", &"no-such-path"]), &["no-such-path"]);
     assert_error(&scratch, &args([&"solve", &"no-such-path", &"--out", &"t.safetensors"]), &["no-such-path"]);
+}
+
+#[test]
+fn files_of_wush_that_another_command_takes() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "stats.safetensors"]));
+    wush(&scratch).ok(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
+    let solve = args([&"solve", &"transforms.safetensors", &"--out", &"t.safetensors"]);
+    let run = assert_error(&scratch, &solve, &["transforms.safetensors: is a transforms file, not a statistics file"]);
+    assert!(run.stderr.contains("wush fold"), "{run:?}");
+    let fold = args([&"fold", &tiny(), &"stats.safetensors", &"--out", &"bundle"]);
+    let run = assert_error(&scratch, &fold, &["stats.safetensors: is a statistics file, not a transforms file"]);
+    assert!(run.stderr.contains("wush solve"), "{run:?}");
+    let merge = args([&"merge", &"transforms.safetensors", &"--out", &"sum.safetensors"]);
+    assert_error(&scratch, &merge, &["is a transforms file, not a statistics file"]);
+    let other = args([&"fold", &model(), &"transforms.safetensors", &"--out", &"bundle"]);
+    assert_error(&scratch, &other, &["the transforms were made from another model"]);
 }
 
 /// A file size limit stands in for a full disk: writes fail with an error in the middle of a file.

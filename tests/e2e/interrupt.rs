@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use wush_tests::{Outcome, Scratch, contents, names, signal};
 
-use crate::common::{args, model, text, wush};
+use crate::common::{args, model, text, tiny, wush};
 
 /// Enough groups of sequences that a kill lands between some of them.
 const LONG: [&str; 4] = ["--sequences", "64", "--seq-len", "1024"];
@@ -91,7 +91,7 @@ fn a_killed_calibration_goes_on_from_its_last_save() {
     let again = program.run(&command("calibrate", "part.safetensors", &[]));
     assert_eq!(again.code, Some(2), "{again:?}");
     assert!(
-        again.stderr.contains("holds the work of an interrupted run") && again.stderr.contains("--resume"),
+        again.stderr.contains("holds the work of an earlier run") && again.stderr.contains("--resume"),
         "{again:?}"
     );
 
@@ -119,7 +119,10 @@ fn ctrl_c_stops_cleanly_and_says_how_to_resume() {
         let run = Outcome::of(child.wait_with_output().expect("waited for"));
         assert_eq!(run.code, Some(130), "{name}: {run:?}");
         assert!(
-            run.stderr.contains("interrupted") && run.stderr.contains("hint: ") && run.stderr.contains("--resume"),
+            run.stderr.contains("interrupted: kept ")
+                && run.stderr.contains(" of 64 sequences")
+                && run.stderr.contains("hint: ")
+                && run.stderr.contains("--resume"),
             "{run:?}"
         );
         assert!(run.stdout.is_empty(), "{run:?}");
@@ -155,4 +158,33 @@ fn an_interrupted_demo_leaves_nothing() {
     let run = Outcome::of(child.wait_with_output().expect("waited for"));
     assert_eq!(run.code, Some(130), "{run:?}");
     assert!(names(scratch.path()).is_empty(), "{:?}", names(scratch.path()));
+    assert!(!run.stderr.contains("--resume"), "the tour has no such option: {run:?}");
+}
+
+#[test]
+fn what_an_earlier_run_calibrated_is_used_by_a_longer_one() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    // Three tokens span no head: without damping there is nothing to solve, and the statistics are kept.
+    let ids = scratch.write("ids.json", "[[1, 2, 3], [4, 5, 6], [7, 8, 9]]");
+    let convert = |out: &str, more: &[&str]| {
+        let mut all = args([&"convert", &tiny(), &"--calib", &ids, &"--out", &out]);
+        all.extend(more.iter().map(|arg| (*arg).to_owned()));
+        all
+    };
+    let failed = program.run(&convert("bundle", &["--sequences", "1", "--damping", "0"]));
+    assert_eq!(failed.code, Some(2), "{failed:?}");
+    assert!(
+        failed.stderr.contains("solve: layer 0") && failed.stderr.contains("--resume --damping 0.01"),
+        "{failed:?}"
+    );
+    let again = program.run(&convert("bundle", &["--sequences", "1"]));
+    assert_eq!(again.code, Some(2), "{again:?}");
+    assert!(again.stderr.contains("holds the work of an earlier run"), "{again:?}");
+
+    let resumed = program.ok(&convert("bundle", &["--sequences", "3", "--resume"]));
+    assert!(resumed.stderr.contains("1 of 3 sequences are done"), "{resumed:?}");
+    program.ok(&convert("whole", &["--sequences", "3"]));
+    assert!(contents(&scratch.join("whole")) == contents(&scratch.join("bundle")));
+    assert_eq!(names(scratch.path()), ["bundle", "ids.json", "whole"]);
 }

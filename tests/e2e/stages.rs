@@ -156,5 +156,10 @@ fn a_fold_without_text_says_that_nothing_was_checked() {
     let report = program.ok(&fold).json();
     assert_schema("fold", &report);
     assert!(report["equivalence"].is_null());
+    assert!(report["notes"].to_string().contains("equivalence not checked"), "{report}");
+    fs::remove_dir_all(scratch.join("bundle")).expect("removed");
+    let text = program.ok(&fold[..5]).stdout;
+    assert!(text.contains("verdict      ok, equivalence not checked"), "{text}");
+    assert!(text.contains("next: wush inspect bundle --base "), "{text}");
     assert!(contents(&scratch.join("bundle")).len() > 4);
 }

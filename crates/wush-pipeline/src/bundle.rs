@@ -18,6 +18,7 @@ use wush_model::cpu::Cpu;
 use crate::card;
 use crate::error::InStage;
 use crate::model::{HeadShape, Model};
+use crate::notes;
 use crate::plan::FoldPlan;
 use crate::report::{ConvertReport, ModelInfo, Verdict, WrittenDir};
 use crate::request::Environment;
@@ -36,7 +37,7 @@ const FOLDED_VALUES: &str = "folded-values";
 /// `Interrupted`. Nothing is left behind then.
 pub(crate) fn build(plan: &FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
     let model = &plan.model;
-    require_key_shapes(model, transforms)?;
+    require_shapes(model, transforms)?;
     let staged = StagedDir::create(&plan.out.path)?;
     let folded = wush_fold::fold(&model.checkpoint, &model.spec, transforms, staged.path(), plan.dtype, env.monitor)
         .in_stage("fold")?;
@@ -52,14 +53,17 @@ pub(crate) fn build(plan: &FoldPlan, transforms: &Transforms, env: &Environment<
     Ok(report(plan, manifest, out))
 }
 
-/// Folding checks the value transforms; the key transforms, which it does not read, are checked here.
-fn require_key_shapes(model: &Model, transforms: &Transforms) -> Result<()> {
+/// Transforms of another model are refused before any weight is read, where their shapes already say so; a model of the
+/// same shapes is told by its hash while its weights are read.
+fn require_shapes(model: &Model, transforms: &Transforms) -> Result<()> {
     for (&layer, transforms) in transforms.layers.range(..model.spec.layers.len()) {
         let HeadShape { n_kv_heads, head_dim } = model.head_shape(layer);
         let expected = [n_kv_heads, head_dim, head_dim];
-        let found = [transforms.key.n_heads, transforms.key.dim, transforms.key.dim];
-        if found != expected {
-            return Err(PipelineError::KeyShape { layer, expected, found });
+        for (role, matrices) in [("key", &transforms.key), ("value", &transforms.value)] {
+            let found = [matrices.n_heads, matrices.dim, matrices.dim];
+            if found != expected {
+                return Err(PipelineError::OtherModel { layer, role, expected, found });
+            }
         }
     }
     Ok(())
@@ -150,7 +154,13 @@ fn write_manifest(
         files: folded.files,
     };
     let wush = dir.join(WUSH_DIR);
-    write_file(&wush.join(CARD), card::render(&manifest).as_bytes())?;
+    let card = card::Context {
+        manifest: &manifest,
+        folded_dtype: &plan.folded_dtype(),
+        text: manifest.calibration.as_ref().and_then(|text| notes::too_little_text(text.tokens, plan.model.head_dim())),
+        serving: notes::serving(&plan.model, plan.dtype, manifest.calibration.as_ref()),
+    };
+    write_file(&wush.join(CARD), card::render(&card).as_bytes())?;
     for name in [CARD, KEY_TRANSFORMS, VALUE_TRANSFORMS] {
         let (sha256, n_bytes) = hash_file(&wush.join(name))?;
         manifest.files.push(FileEntry { path: format!("{WUSH_DIR}/{name}"), n_bytes, sha256 });
@@ -166,6 +176,7 @@ fn sorted(mut files: Vec<FileEntry>) -> Vec<FileEntry> {
 }
 
 fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport {
+    let notes = notes::of_bundle(&plan.model, plan.dtype, manifest.calibration.as_ref(), manifest.equivalence.as_ref());
     ConvertReport {
         verdict: if manifest.status == Status::Complete { Verdict::Ok } else { Verdict::Failed },
         model: ModelInfo::new(&plan.model, manifest.source.model_hash),
@@ -174,7 +185,9 @@ fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport
         solve: manifest.solve,
         layers: manifest.layers,
         fold: manifest.fold,
+        folded_dtype: plan.folded_dtype(),
         equivalence: manifest.equivalence,
+        notes,
         out,
         memory: plan.memory,
         seconds: 0.0,

@@ -14,7 +14,7 @@ use wush_model::cpu::Cpu;
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
 use wush_stats::{Accumulator, Statistics, StatsInfo};
 
-use crate::error::InStage;
+use crate::error::{InStage, Kept};
 use crate::model::Model;
 use crate::plan::{CalibratePlan, CalibrationPlan, n_tokens};
 use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
@@ -24,9 +24,6 @@ use crate::{PipelineError, Result};
 /// A save is worth while once the work since the last one took this many times as long as a save does: saving then costs
 /// at most a twentieth of the time, and a killed run loses seconds and the group that it was in.
 const WORK_PER_SAVE: u32 = 20;
-
-/// How to go on after a stop.
-const RESUME: &str = "run the same command again with --resume to continue";
 
 /// `wush calibrate`: checkpoint and text to a statistics file.
 ///
@@ -45,6 +42,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
         calibration: calibration_of(&done.statistics.info),
         shard: plan.shard,
         resumed_sequences: done.resumed_sequences as u64,
+        notes: plan.notes,
         memory: plan.memory,
         out: WrittenFile::new(&plan.out.path, written),
         seconds: clock.elapsed().as_secs_f64(),
@@ -76,12 +74,13 @@ pub(crate) fn accumulate(
     }
     let left = &plan.sequences[resumed_sequences..];
     monitor.begin("calibrate", "tokens", n_tokens(left));
-    let mut saver = Saver::new(partial);
+    let mut saver = Saver::new(partial, resumed_sequences);
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
     for group in groups(left, GROUP_TOKENS) {
         let sequences = &left[group.clone()];
         let mut accumulator = Accumulator::new(&mut statistics, sequences);
-        decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_resume(e.into()))?;
+        let kept = Kept { done: saver.n_saved, total: plan.sequences.len() };
+        decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_kept(e.into(), kept))?;
         accumulator.finish()?;
         if group.end < left.len() {
             saver.save_if_due(&statistics)?;
@@ -106,8 +105,8 @@ fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statis
     Ok(statistics)
 }
 
-/// Whether `found` describes the first sequences of `plan`, with the same settings.
-fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
+/// Whether `found` describes all or the first sequences of `plan`, with the same settings.
+pub(crate) fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
     let done = found.sequence_hashes.len();
     let Some(hashes) = plan.info.sequence_hashes.get(..done) else { return false };
     let sequences = &plan.sequences[..done];
@@ -123,13 +122,15 @@ fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
 /// Saves partial sums often enough, and not more.
 struct Saver<'a> {
     path: &'a Path,
+    /// Sequences in the file.
+    n_saved: usize,
     last: Instant,
     cost: Duration,
 }
 
 impl<'a> Saver<'a> {
-    fn new(path: &'a Path) -> Self {
-        Self { path, last: Instant::now(), cost: Duration::ZERO }
+    fn new(path: &'a Path, n_saved: usize) -> Self {
+        Self { path, n_saved, last: Instant::now(), cost: Duration::ZERO }
     }
 
     fn save_if_due(&mut self, statistics: &Statistics) -> Result<()> {
@@ -138,6 +139,7 @@ impl<'a> Saver<'a> {
         }
         let start = Instant::now();
         statistics.save(self.path)?;
+        self.n_saved = statistics.info.sequence_hashes.len();
         self.last = Instant::now();
         self.cost = self.last - start;
         Ok(())
@@ -145,8 +147,8 @@ impl<'a> Saver<'a> {
 }
 
 /// An interruption here leaves work that can be continued.
-pub(crate) fn with_resume(error: PipelineError) -> PipelineError {
-    if error.is_interruption() { PipelineError::Interrupted { resume: Some(RESUME.to_owned()) } } else { error }
+pub(crate) fn with_kept(error: PipelineError, kept: Kept) -> PipelineError {
+    if error.is_interruption() { PipelineError::Interrupted { kept: Some(kept) } } else { error }
 }
 
 /// What statistics are over, as the manifest states it.

@@ -1,18 +1,38 @@
-//! The model card of a bundle, made from its manifest alone: the same manifest gives the same bytes.
+//! The model card of a bundle, made from its manifest and a few words on the model: the same input gives the same bytes.
 
 use std::fmt::Write;
 
 use wush_format::manifest::{Equivalence, HeadReport, Manifest, Status};
 
+use crate::human::counted;
+use crate::notes::describe_solve;
+use crate::plan::VERIFY_TOKENS;
+
+/// [`wush_format::manifest::FoldReport::dtype`] of a fold that keeps the checkpoint's types.
+const KEEP: &str = "keep";
+
+/// What the card is made from.
+pub(crate) struct Context<'a> {
+    /// The bundle's.
+    pub(crate) manifest: &'a Manifest,
+    /// Element type of the folded tensors, "bf16".
+    pub(crate) folded_dtype: &'a str,
+    /// A warning on the amount of calibration text.
+    pub(crate) text: Option<String>,
+    /// What a server must be told.
+    pub(crate) serving: Vec<String>,
+}
+
 /// `wush/README.md`.
-pub fn render(manifest: &Manifest) -> String {
+pub(crate) fn render(context: &Context<'_>) -> String {
     let mut card = String::new();
     // Writing into a String cannot fail.
-    let _ = write_card(&mut card, manifest);
+    let _ = write_card(&mut card, context);
     card
 }
 
-fn write_card(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
+fn write_card(card: &mut String, context: &Context<'_>) -> std::fmt::Result {
+    let manifest = context.manifest;
     let source = &manifest.source;
     let revision = source.revision.as_ref().map(|r| format!(" at revision `{r}`")).unwrap_or_default();
     writeln!(card, "# {} with folded value transforms\n", source.id)?;
@@ -27,13 +47,13 @@ fn write_card(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
          original does, up to rounding.\n",
         manifest.tool, source.id, source.model_hash
     )?;
-    write_serving(card)?;
+    write_serving(card, &context.serving)?;
     write_basis(card, manifest)?;
-    write_numbers(card, manifest)?;
+    write_numbers(card, context)?;
     writeln!(card, "`manifest.json` lists every input and output with its SHA-256; `wush inspect` checks them.")
 }
 
-fn write_serving(card: &mut String) -> std::fmt::Result {
+fn write_serving(card: &mut String, notes: &[String]) -> std::fmt::Result {
     card.write_str(
         "## Serving\n\n\
          - **Any server, nothing to do:** load the directory as usual. Values are cached in transformed coordinates; a \
@@ -42,8 +62,10 @@ fn write_serving(card: &mut String) -> std::fmt::Result {
          `layers.{i}.key` to each new key and `layers.{i}.query` to each query, from `key_transforms.safetensors` \
          (f32, `[n_kv_heads, d, d]`, row-major, `y = T x`). Query head `n` uses KV head `n / (n_heads / n_kv_heads)`. \
          Apply both or neither.\n\
-         - `value_transforms.safetensors` is for audit and for `wush unfold`; a server does not need it.\n\n",
-    )
+         - `value_transforms.safetensors` is for audit and for `wush unfold`; a server does not need it.\n",
+    )?;
+    notes.iter().try_for_each(|note| writeln!(card, "- **Must be set:** {note}."))?;
+    card.write_str("\n")
 }
 
 fn write_basis(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
@@ -57,17 +79,15 @@ fn write_basis(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
     )
 }
 
-fn write_numbers(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
-    let solve = &manifest.solve;
+fn write_numbers(card: &mut String, context: &Context<'_>) -> std::fmt::Result {
+    let manifest = context.manifest;
     card.write_str("## Numbers\n\n| | |\n|---|---|\n")?;
-    writeln!(card, "| transform | {}, preset {}, damping {} |", solve.transform, solve.preset, solve.damping)?;
+    writeln!(card, "| transform | {} |", describe_solve(&manifest.solve))?;
     match &manifest.calibration {
         Some(calibration) => {
-            writeln!(
-                card,
-                "| calibration | {}: {} sequences, {} tokens |",
-                calibration.source, calibration.sequences, calibration.tokens
-            )?;
+            let (sequences, tokens) =
+                (counted(calibration.sequences, "sequence"), counted(calibration.tokens, "token"));
+            writeln!(card, "| calibration | {}: {sequences}, {tokens} |", calibration.source)?;
             writeln!(card, "| longest calibrated position | {} |", calibration.max_seq_len)?;
             if let Some(scaling) = &calibration.rope_scaling {
                 writeln!(card, "| RoPE scaling asked for | {scaling} |")?;
@@ -80,24 +100,33 @@ fn write_numbers(card: &mut String, manifest: &Manifest) -> std::fmt::Result {
     };
     for (name, gain) in [("keys", gains(|layer| &layer.key)), ("values", gains(|layer| &layer.value))] {
         if let Some(gain) = gain {
-            writeln!(card, "| predicted gain over orthogonal transforms, {name} (geometric mean) | {gain:.2} x |")?;
+            writeln!(
+                card,
+                "| predicted gain over orthogonal transforms on the calibration text itself, {name} (geometric mean) | \
+                 {gain:.2} x |"
+            )?;
         }
     }
-    writeln!(card, "| folded tensors | {} |", manifest.fold.dtype)?;
+    let stored = if manifest.fold.dtype == KEEP { " (as stored)" } else { "" };
+    writeln!(card, "| folded tensors | {}{stored} |", context.folded_dtype)?;
     writeln!(card, "| largest relative fold error | {:.1e} |", manifest.fold.max_rel_error)?;
     match &manifest.equivalence {
         Some(equivalence) => write_equivalence(card, equivalence)?,
-        None => card.write_str("| equivalence check | skipped |\n")?,
+        None => card.write_str("| equivalence | not checked |\n")?,
+    }
+    if let Some(note) = &context.text {
+        writeln!(card, "\n**Warning:** {note}.")?;
     }
     card.write_str(
         "\nThe predicted gain is the factor by which rounding loss shrinks at equal bits against the identity, a Hadamard \
-         and any other orthogonal transform. Beyond the longest calibrated position the statistics say nothing.\n\n",
+         and any other orthogonal transform, on the calibration text itself. Beyond the longest calibrated position the statistics say nothing.\n\n",
     )
 }
 
 fn write_equivalence(card: &mut String, equivalence: &Equivalence) -> std::fmt::Result {
     let Equivalence { tokens, nll_source, nll_bundle, mean_kl, max_nll_diff, tolerance, .. } = equivalence;
-    writeln!(card, "| mean NLL of the original, {tokens} tokens | {nll_source:.6} |")?;
+    writeln!(card, "| equivalence check | {tokens} tokens: the first {VERIFY_TOKENS} of each of a few sequences |")?;
+    writeln!(card, "| mean NLL of the original | {nll_source:.6} |")?;
     writeln!(card, "| mean NLL of this bundle, key transforms applied | {nll_bundle:.6} |")?;
     writeln!(card, "| mean KL divergence | {mean_kl:.2e} |")?;
     writeln!(card, "| largest NLL difference of a token | {max_nll_diff:.2e} |")?;

@@ -11,9 +11,10 @@ use wush_format::monitor::Monitor;
 use wush_format::transforms::Transforms;
 use wush_stats::Statistics;
 
-use crate::calibrate::{accumulate, with_resume};
-use crate::error::InStage;
+use crate::calibrate::{accumulate, is_prefix, with_kept};
+use crate::error::{InStage, Kept, TRANSFORMS};
 use crate::model::Model;
+use crate::paths::require_kind;
 use crate::plan::{CalibrationPlan, ConvertPlan, FoldPlan};
 use crate::report::ConvertReport;
 use crate::request::{ConvertRequest, Environment, FoldRequest};
@@ -37,7 +38,7 @@ pub fn convert(request: &ConvertRequest, env: &Environment<'_>) -> Result<Conver
     plan.announce(env.monitor);
     let clock = Instant::now();
     let transforms = solve(&plan, env.monitor)?;
-    let report = bundle::build(&plan.fold, &transforms, env).map_err(with_resume)?;
+    let report = bundle::build(&plan.fold, &transforms, env).map_err(|e| resumable(e, &plan))?;
     remove_work(&plan.fold.out.work())?;
     Ok(ConvertReport { seconds: clock.elapsed().as_secs_f64(), ..report })
 }
@@ -47,6 +48,7 @@ pub fn convert(request: &ConvertRequest, env: &Environment<'_>) -> Result<Conver
 /// # Errors
 /// As [`convert`]; transforms of another model.
 pub fn fold(request: &FoldRequest, env: &Environment<'_>) -> Result<ConvertReport> {
+    require_kind(&request.transforms, TRANSFORMS)?;
     let plan = FoldPlan::new(request, env)?;
     let clock = Instant::now();
     let transforms = Transforms::load(&request.transforms)?;
@@ -61,7 +63,14 @@ fn solve(plan: &ConvertPlan, monitor: &dyn Monitor) -> Result<Transforms> {
         return solve_without_statistics(model, model.hash_weights()?, &plan.solve, monitor).in_stage("solve");
     };
     let (statistics, stats_hash) = calibrated(model, calibration, &plan.fold.out.work(), monitor)?;
-    solve_statistics(&statistics, stats_hash, &plan.solve, monitor).in_stage("solve").map_err(with_resume)
+    solve_statistics(&statistics, stats_hash, &plan.solve, monitor).in_stage("solve").map_err(|e| resumable(e, plan))
+}
+
+/// A stop or a failure after calibration: all sequences are kept.
+fn resumable(error: PipelineError, plan: &ConvertPlan) -> PipelineError {
+    let Some(calibration) = &plan.calibration else { return error };
+    let total = calibration.sequences.len();
+    with_kept(error, Kept { done: total, total }).with_statistics_kept()
 }
 
 /// The statistics and their file's digest: those of an interrupted run that finished this stage, else new ones.
@@ -69,11 +78,16 @@ fn calibrated(model: &Model, plan: &CalibrationPlan, work: &Path, monitor: &dyn 
     let path = work.join(STATISTICS);
     if path.symlink_metadata().is_ok() {
         let statistics = Statistics::load(&path)?;
-        if statistics.info != plan.info {
+        if statistics.info == plan.info {
+            monitor.note("resume     all sequences are done");
+            return Ok((statistics, hash_file(&path)?.0));
+        }
+        if !is_prefix(&statistics.info, plan) {
             return Err(PipelineError::OtherPlan { path });
         }
-        monitor.note("resume     all sequences are done");
-        return Ok((statistics, hash_file(&path)?.0));
+        // More sequences than last time: what was whole is a part now.
+        let partial = work.join(PARTIAL);
+        std::fs::rename(&path, &partial).map_err(|e| FormatError::io(&path, "rename", e))?;
     }
     std::fs::create_dir_all(work).map_err(|e| FormatError::io(work, "create", e))?;
     let partial = work.join(PARTIAL);

@@ -13,7 +13,7 @@ use crate::request::{
     CalibrationRequest, ConvertRequest, DemoRequest, DeviceChoice, Environment, InspectRequest, ModelRequest, Preset,
     SolveSettings, VerifySettings,
 };
-use crate::{Result, convert, inspect};
+use crate::{PipelineError, Result, convert, inspect};
 
 /// The model inside the demo's directory.
 const MODEL: &str = "demo-model";
@@ -35,7 +35,7 @@ pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> 
     let model = staged.path().join(MODEL);
     unpack(request.files, &model)?;
     let bundle = staged.path().join(BUNDLE);
-    let mut convert = convert(&convert_request(&model, bundle.clone())?, env)?;
+    let mut convert = convert(&convert_request(&model, bundle.clone())?, env).map_err(from_the_start)?;
     let audit = InspectRequest { path: PathBuf::from(&convert.out.path), base: Some(model.display().to_string()) };
     let mut inspect = inspect(&audit, env)?;
     let shown = |staged_path: &str| match Path::new(staged_path).strip_prefix(staged.path()) {
@@ -43,10 +43,16 @@ pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> 
         Err(_) => staged_path.to_owned(),
     };
     convert.out.path = shown(&convert.out.path);
+    convert.model.argument = shown(&convert.model.argument);
     inspect.path = shown(&inspect.path);
     inspect.base = inspect.base.as_deref().map(shown);
     staged.commit()?;
     Ok(DemoReport { convert, inspect })
+}
+
+/// A tour that was stopped leaves nothing to continue.
+fn from_the_start(error: PipelineError) -> PipelineError {
+    if error.is_interruption() { PipelineError::Interrupted { kept: None } } else { error }
 }
 
 fn unpack(files: &[(&str, &[u8])], dir: &Path) -> Result<()> {

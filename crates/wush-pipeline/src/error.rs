@@ -12,8 +12,31 @@ use wush_model::ModelError;
 use wush_stats::StatsError;
 use wush_transform::TransformError;
 
+use crate::human::counted;
+use crate::plan::DEFAULT_DAMPING;
+
 /// Result of this crate.
 pub type Result<T, E = PipelineError> = std::result::Result<T, E>;
+
+/// What messages call a statistics file.
+pub(crate) const STATISTICS: &str = "statistics";
+/// What messages call a transforms file.
+pub(crate) const TRANSFORMS: &str = "transforms";
+
+/// Work that an interrupted run saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    /// Sequences whose sums are saved.
+    pub done: usize,
+    /// Sequences of the run.
+    pub total: usize,
+}
+
+impl std::fmt::Display for Kept {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "kept {} of {}", self.done, counted(self.total as u64, "sequence"))
+    }
+}
 
 /// Why a stage did not finish.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +74,8 @@ pub enum PipelineError {
         role: &'static str,
         /// The solver's own error.
         source: TransformError,
+        /// Whether the statistics are kept for `--resume`.
+        resumable: bool,
     },
     /// An option's value cannot be used.
     #[error("{option}: expected {expected}, found {found}")]
@@ -82,17 +107,27 @@ pub enum PipelineError {
         /// The checkpoint.
         source_dir: PathBuf,
     },
-    /// Work of an interrupted run that `--resume` was not asked to continue.
-    #[error("{path}: holds the work of an interrupted run")]
+    /// Work of an earlier run, interrupted or failed, that `--resume` was not asked to continue.
+    #[error("{path}: holds the work of an earlier run")]
     UnfinishedWork {
         /// The partial file or work directory.
         path: PathBuf,
     },
-    /// Work of an interrupted run that was planned differently.
+    /// Work of an earlier run that was planned differently.
     #[error("{path}: was begun with another model, other sequences or other settings than this run's")]
     OtherPlan {
         /// The partial file.
         path: PathBuf,
+    },
+    /// A file of wush of another kind than the command takes.
+    #[error("{path}: is a {found} file, not a {expected} file")]
+    OtherKind {
+        /// The file.
+        path: PathBuf,
+        /// "statistics" or "transforms".
+        expected: &'static str,
+        /// Likewise.
+        found: &'static str,
     },
     /// A bundle where an unconverted checkpoint is needed.
     #[error("{path}: is a bundle already: its values are in transformed coordinates")]
@@ -114,11 +149,16 @@ pub enum PipelineError {
         /// The registry's names.
         known: String,
     },
-    /// Key transforms of another size than the model's heads.
-    #[error("layer {layer}: key transforms: expected shape {expected:?}, found {found:?}")]
-    KeyShape {
+    /// Transforms of another size than the model's heads.
+    #[error(
+        "the transforms were made from another model: layer {layer}, {role} transforms: expected shape {expected:?}, found \
+         {found:?}"
+    )]
+    OtherModel {
         /// Global layer id.
         layer: usize,
+        /// "key" or "value".
+        role: &'static str,
         /// `[n_kv_heads, head_dim, head_dim]` of the model.
         expected: [usize; 3],
         /// The transforms' own.
@@ -140,10 +180,10 @@ pub enum PipelineError {
         limit: f64,
     },
     /// The user asked to stop.
-    #[error("interrupted")]
+    #[error("interrupted{}", .kept.map(|kept| format!(": {kept}")).unwrap_or_default())]
     Interrupted {
-        /// How to go on, where there is work that can be continued.
-        resume: Option<String>,
+        /// What `--resume` continues from; none where the command has no such option.
+        kept: Option<Kept>,
     },
     /// The stage in which one of the above happened.
     #[error("{stage}: {source}")]
@@ -167,24 +207,42 @@ impl PipelineError {
             Self::Stats(e) => e.hint(),
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
+            Self::Solve { source: TransformError::Singular { damping, .. }, resumable: true, .. } => {
+                Some(singular_hint(*damping))
+            }
             Self::Solve { source, .. } => source.hint(),
-            Self::Option { .. } => own("`wush help` and `wush COMMAND --help` list the options"),
+            // The message says what is expected.
+            Self::Option { .. } => None,
             Self::NoCuda { .. } => own("use --device cpu, or leave it out"),
             Self::OutputExists { .. } => own("remove it, or choose another output path"),
             Self::OutputInsideSource { .. } => own("choose a path outside: the source directory is copied"),
             Self::UnfinishedWork { path } => {
                 Some(format!("add --resume to continue it, or remove {} to start over", path.display()))
             }
-            Self::OtherPlan { path } => {
-                Some(format!("repeat the first run's options, or remove {} to start over", path.display()))
+            Self::OtherPlan { path } => Some(format!(
+                "repeat the first run's options (--sequences may grow), or remove {} to start over",
+                path.display()
+            )),
+            Self::OtherKind { found: STATISTICS, .. } => own("`wush solve` makes transforms of it"),
+            Self::OtherKind { .. } => {
+                own("`wush fold` puts transforms into a checkpoint; `wush calibrate` makes statistics")
             }
             Self::AlreadyFolded { .. } => own("pass the original checkpoint, or get it back with `wush unfold`"),
             Self::NotABundle { .. } => own("pass a directory that `wush convert` or `wush fold` wrote"),
             Self::UnknownTransform { .. } => None,
-            Self::KeyShape { .. } => own("pass the checkpoint that the transforms were made from"),
+            Self::OtherModel { .. } => own("pass the checkpoint that the transforms were made from"),
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
-            Self::Interrupted { resume } => resume.clone(),
+            Self::Interrupted { kept } => kept.and(own("run the same command again with --resume to continue")),
             Self::Stage { source, .. } => source.hint(),
+        }
+    }
+
+    /// Says of a solver's failure that the statistics are kept.
+    pub(crate) fn with_statistics_kept(self) -> Self {
+        match self {
+            Self::Solve { layer, head, role, source, .. } => Self::Solve { layer, head, role, source, resumable: true },
+            Self::Stage { stage, source } => Self::Stage { stage, source: Box::new(source.with_statistics_kept()) },
+            other => other,
         }
     }
 
@@ -204,6 +262,12 @@ impl PipelineError {
     }
 }
 
+/// The statistics are there: only the solver has to run again.
+fn singular_hint(damping: f64) -> String {
+    let larger = if damping < DEFAULT_DAMPING { DEFAULT_DAMPING } else { damping * 10.0 };
+    format!("the statistics are kept: run the same command again with --resume --damping {larger}")
+}
+
 /// Names the stage of an error.
 pub(crate) trait InStage<T> {
     /// Wraps the error, if any, as one of stage `stage`.
@@ -213,5 +277,19 @@ pub(crate) trait InStage<T> {
 impl<T, E: Into<PipelineError>> InStage<T> for std::result::Result<T, E> {
     fn in_stage(self, stage: &'static str) -> Result<T> {
         self.map_err(|e| PipelineError::Stage { stage, source: Box::new(e.into()) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stop_says_what_was_kept() {
+        let stop = PipelineError::Interrupted { kept: Some(Kept { done: 16, total: 24 }) };
+        assert_eq!(stop.to_string(), "interrupted: kept 16 of 24 sequences");
+        assert!(stop.hint().expect("a way on").contains("--resume"));
+        let stop = PipelineError::Interrupted { kept: None };
+        assert_eq!((stop.to_string().as_str(), stop.hint()), ("interrupted", None));
     }
 }

@@ -1,83 +1,135 @@
 //! How much memory a run will need, estimated before it starts, so that hours are not spent to find out.
+//!
+//! Mapped pages are the checkpoints' own bytes, which the system may drop and read again; anonymous memory must be there.
+//! Stages follow each other, so the anonymous figure is that of the largest one, not their sum.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use wush_fold::FoldDtype;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 use wush_model::spec::{LayerSpec, ModelSpec};
 
 use crate::model::Model;
+use crate::verify::LOGIT_BYTES;
 
-/// Bytes of one statistic.
+/// Bytes of one statistic, and of one element of a transform while it is solved.
 const F64_BYTES: u64 = 8;
+/// Bytes of one element of a sidecar or of a widened weight.
+const F32_BYTES: u64 = 4;
 /// Matrices kept a head: the Grams of keys, queries, values and of the output projection.
 const GRAMS_PER_HEAD: u64 = 4;
+/// Transforms a head: key and value.
+const TRANSFORMS_PER_HEAD: u64 = 2;
 /// The statistics and their copy while they are written.
 const STATISTICS_COPIES: u64 = 2;
+/// Blocks of logits at once: the source's, and the bundle's while it is put together from its parts.
+const LOGIT_BLOCKS: u64 = 3;
+/// Rows of the output head that a thread widens at once.
+const HEAD_ROWS_PER_THREAD: usize = 2048;
 
 /// Estimated peak memory in bytes, by purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryPlan {
-    /// The checkpoint's shards: clean pages of a map, which the system may drop.
+    /// The checkpoint's shards, mapped.
     pub weights_map: u64,
+    /// The bundle's shards, mapped beside them by the equivalence check.
+    pub bundle_map: u64,
     /// The largest layer, widened for the device.
     pub layer: u64,
     /// Activations of the sequences that run together.
     pub activations: u64,
     /// The statistics, and their copy while they are saved.
     pub statistics: u64,
-    /// The sum.
-    pub total: u64,
+    /// Logits of both models that the equivalence check compares at once, and the output head's widened rows.
+    pub logits: u64,
+    /// Sum of the maps: clean pages, which the system may drop.
+    pub mapped: u64,
+    /// Everything else, in the stage that needs most.
+    pub anonymous: u64,
+}
+
+/// Longest sequences that the forward passes of a run see; 0 where a stage does not run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Lengths {
+    /// Of calibration, tokens.
+    pub(crate) calibrate: usize,
+    /// Of the equivalence check, tokens.
+    pub(crate) verify: usize,
 }
 
 impl MemoryPlan {
-    /// The plan of a run over sequences of at most `seq_len` tokens; none of them run when it is 0.
-    pub fn new(model: &Model, seq_len: usize) -> Self {
+    /// The plan of a run over sequences of these lengths, whose bundle, if any, is stored as `dtype` says.
+    pub(crate) fn new(model: &Model, lengths: Lengths, dtype: FoldDtype) -> Self {
         let weights_map = model.checkpoint.n_weight_bytes();
-        let (layer, activations) = match seq_len {
-            0 => (0, 0),
-            _ => {
-                let memory = Decoder::new(&model.checkpoint, &model.spec, &Cpu).memory(seq_len);
-                (memory.layer, memory.activations)
-            }
+        let verifies = lengths.verify > 0;
+        let bundle_map = if verifies { weights_map.saturating_add(widening(model, dtype)) } else { 0 };
+        let calibrate = forward(model, lengths.calibrate);
+        let verify = forward(model, lengths.verify);
+        let n_elements = |matrices: u64| head_elements(&model.spec, matrices);
+        let statistics = match lengths.calibrate {
+            0 => 0,
+            // Also a sum of keys a head, which is nothing beside its matrices.
+            _ => n_elements(GRAMS_PER_HEAD) * F64_BYTES * STATISTICS_COPIES,
         };
-        let statistics = statistics_bytes(&model.spec).saturating_mul(STATISTICS_COPIES);
-        let total = [weights_map, layer, activations, statistics].into_iter().fold(0, u64::saturating_add);
-        Self { weights_map, layer, activations, statistics, total }
+        let transforms = n_elements(TRANSFORMS_PER_HEAD) * F64_BYTES;
+        let sidecar = n_elements(TRANSFORMS_PER_HEAD) * F32_BYTES;
+        let logits = if verifies { logits(model, lengths.verify) } else { 0 };
+        let sum = |parts: &[u64]| parts.iter().copied().fold(0, u64::saturating_add);
+        let stages = [
+            sum(&[calibrate.layer, calibrate.activations, statistics]),
+            sum(&[statistics, transforms]),
+            sum(&[verify.layer, verify.activations, logits, transforms, sidecar]),
+        ];
+        Self {
+            weights_map,
+            bundle_map,
+            layer: calibrate.layer.max(verify.layer),
+            activations: calibrate.activations.max(verify.activations),
+            statistics,
+            logits,
+            mapped: weights_map.saturating_add(bundle_map),
+            anonymous: stages.into_iter().max().unwrap_or(0),
+        }
     }
 }
 
-fn statistics_bytes(spec: &ModelSpec) -> u64 {
+/// One forward pass over sequences of `seq_len` tokens.
+fn forward(model: &Model, seq_len: usize) -> wush_model::decoder::Memory {
+    match seq_len {
+        0 => wush_model::decoder::Memory { layer: 0, activations: 0 },
+        _ => Decoder::new(&model.checkpoint, &model.spec, &Cpu).memory(seq_len),
+    }
+}
+
+/// Blocks of logits, and the output head: each thread widens its own part, together at most all of it.
+fn logits(model: &Model, n_tokens: usize) -> u64 {
+    let (vocab, hidden) = (model.spec.vocab_size as u64, model.spec.hidden_size as u64);
+    let whole = vocab.saturating_mul(n_tokens as u64).saturating_mul(F32_BYTES);
+    let block = whole.min(LOGIT_BYTES as u64).max(vocab * F32_BYTES);
+    let rows = vocab.min((rayon::current_num_threads() * HEAD_ROWS_PER_THREAD) as u64);
+    (LOGIT_BLOCKS * block).saturating_add(rows.saturating_mul(hidden).saturating_mul(F32_BYTES))
+}
+
+/// By how many bytes folded tensors grow.
+fn widening(model: &Model, dtype: FoldDtype) -> u64 {
+    if dtype == FoldDtype::Keep {
+        return 0;
+    }
+    let folded = model.spec.layers.iter().flat_map(|layer| [&layer.attn.v.weight.name, &layer.attn.o.weight.name]);
+    let grown = folded.filter_map(|name| model.checkpoint.tensor(name).ok()).map(|tensor| {
+        let elements: usize = tensor.shape.iter().product();
+        (elements as u64 * F32_BYTES).saturating_sub(tensor.bytes.len() as u64)
+    });
+    grown.sum()
+}
+
+/// Elements of `matrices` head matrices in every KV head of every layer.
+fn head_elements(spec: &ModelSpec, matrices: u64) -> u64 {
     let layer = |layer: &LayerSpec| {
         let (heads, d) = (layer.attn.n_kv_heads as u64, layer.attn.head_dim as u64);
-        heads * (GRAMS_PER_HEAD * d * d + d) * F64_BYTES
+        heads * matrices * d * d
     };
     spec.layers.iter().map(layer).sum()
-}
-
-/// Bytes in the largest binary unit that leaves at least one: "1.5 GiB".
-pub fn human_bytes(n_bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = n_bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{n_bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_read_well() {
-        assert_eq!(human_bytes(0), "0 B");
-        assert_eq!(human_bytes(1023), "1023 B");
-        assert_eq!(human_bytes(1024), "1.0 KiB");
-        assert_eq!(human_bytes(3 << 29), "1.5 GiB");
-        assert_eq!(human_bytes(u64::MAX), "16777216.0 TiB");
-    }
 }

@@ -4,8 +4,9 @@ use wush_stats::Statistics;
 
 use crate::Result;
 use crate::calibrate::calibration_of;
-use crate::error::InStage;
-use crate::paths::NewFile;
+use crate::error::{InStage, STATISTICS};
+use crate::notes::too_little_text;
+use crate::paths::{NewFile, require_kind};
 use crate::report::{MergeReport, WrittenFile};
 use crate::request::{Environment, MergeRequest};
 
@@ -18,6 +19,7 @@ pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeRepor
     let mut parts = Vec::with_capacity(request.inputs.len());
     env.monitor.begin("merge", "files", request.inputs.len() as u64);
     for path in &request.inputs {
+        require_kind(path, STATISTICS)?;
         parts.push(Statistics::load(path)?);
         env.monitor.advance(1);
     }
@@ -27,6 +29,7 @@ pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeRepor
     Ok(MergeReport {
         model_id: merged.info.model_id.clone(),
         calibration: calibration_of(&merged.info),
+        notes: too_little_text(merged.info.positions, merged.info.head_dim).into_iter().collect(),
         inputs: request.inputs.len() as u64,
         out: WrittenFile::new(&out.path, written),
     })

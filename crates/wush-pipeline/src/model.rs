@@ -16,6 +16,8 @@ use crate::{PipelineError, Result};
 pub struct Model {
     /// Hub id, or the directory's own name.
     pub id: String,
+    /// As typed: a directory or a hub id.
+    pub argument: String,
     /// Commit, for a hub model.
     pub revision: Option<String>,
     /// The weights and the configuration.
@@ -54,6 +56,7 @@ impl Model {
         let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;
         Ok(Self {
             id: found.id,
+            argument: request.model.clone(),
             revision: found.revision,
             checkpoint,
             spec,
@@ -66,6 +69,11 @@ impl Model {
     pub fn head_shape(&self, layer: usize) -> HeadShape {
         let attn = &self.spec.layers[layer].attn;
         HeadShape { n_kv_heads: attn.n_kv_heads, head_dim: attn.head_dim }
+    }
+
+    /// Largest head dimension.
+    pub fn head_dim(&self) -> usize {
+        self.spec.layers.iter().map(|layer| layer.attn.head_dim).max().unwrap_or(0)
     }
 
     /// Hashes every shard, in parallel: the model hash of `wush_checkpoint::weights_hash`.

@@ -4,7 +4,9 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use wush_format::FormatError;
+use wush_format::tensor_file::TensorFile;
 
+use crate::error::{STATISTICS, TRANSFORMS};
 use crate::{PipelineError, Result};
 
 /// Suffix of a bundle that did not pass the equivalence check: kept for a look, under a name that nobody serves.
@@ -109,6 +111,20 @@ fn require_parent(path: &Path) -> Result<()> {
         }
         Err(error) => Err(FormatError::io(parent, "write into", error).into()),
     }
+}
+
+/// Refuses a file of wush of another kind than `expected` by its name; whatever else is wrong with it, its reader says.
+///
+/// # Errors
+/// `OtherKind`.
+pub(crate) fn require_kind(path: &Path, expected: &'static str) -> Result<()> {
+    let Ok(file) = TensorFile::open(path) else { return Ok(()) };
+    let found = match file.metadata().get("format").map(String::as_str) {
+        Some("wush-statistics") => STATISTICS,
+        Some("wush-transforms") => TRANSFORMS,
+        _ => return Ok(()),
+    };
+    if found == expected { Ok(()) } else { Err(PipelineError::OtherKind { path: path.to_owned(), expected, found }) }
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

@@ -6,12 +6,15 @@ pub use wush_data::DEFAULT_SEQUENCES;
 use wush_data::{PackOptions, Packed};
 use wush_fold::FoldDtype;
 use wush_format::hash::sequence_hash;
+use wush_format::manifest::Solve;
 use wush_format::monitor::Monitor;
 use wush_stats::StatsInfo;
 use wush_transform::TransformKind;
 
-use crate::memory::{MemoryPlan, human_bytes};
+use crate::human::{counted, human_bytes};
+use crate::memory::{Lengths, MemoryPlan};
 use crate::model::Model;
+use crate::notes::{describe_solve, too_little_text};
 use crate::paths::{NewDir, NewFile};
 use crate::request::{
     CalibrateRequest, CalibrationRequest, ConvertRequest, Environment, FoldRequest, Preset, SolveSettings,
@@ -72,6 +75,17 @@ impl SolvePlan {
         }
         Ok(Self { kind, preset: settings.preset, damping: settings.damping, seed: settings.seed })
     }
+
+    /// As the manifest states it, before there are statistics.
+    fn record(&self) -> Solve {
+        Solve {
+            transform: self.kind.name.to_owned(),
+            preset: self.preset.name().to_owned(),
+            damping: self.damping,
+            seed: self.seed,
+            stats_hash: None,
+        }
+    }
 }
 
 /// The sequences of a run and what its statistics will say of themselves.
@@ -123,6 +137,8 @@ pub struct CalibratePlan {
     pub resume: bool,
     /// The statistics file.
     pub out: NewFile,
+    /// What to know before the statistics are used.
+    pub notes: Vec<String>,
     /// Estimated peak memory.
     pub memory: MemoryPlan,
 }
@@ -148,10 +164,12 @@ impl CalibratePlan {
             }
             packed.sequences = packed.sequences[range].to_vec();
         }
-        let memory = MemoryPlan::new(&model, longest(&packed.sequences));
+        let lengths = Lengths { calibrate: longest(&packed.sequences), verify: 0 };
+        let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
         let calibration = CalibrationPlan::new(&model, packed)?;
+        let notes = too_little_text(calibration.info.positions, model.head_dim()).into_iter().collect();
         let shard = request.shard.map(|shard| shard.to_string());
-        Ok(Self { model, calibration, shard, resume: request.resume, out, memory })
+        Ok(Self { model, calibration, shard, resume: request.resume, out, notes, memory })
     }
 
     /// Says what will be done.
@@ -159,12 +177,13 @@ impl CalibratePlan {
         monitor.note(&describe_model(&self.model));
         monitor.note(&describe_calibration(&self.calibration, self.shard.as_deref()));
         monitor.note(&describe_memory(&self.memory));
+        self.notes.iter().for_each(|note| monitor.note(note));
     }
 }
 
 /// Tokens of a sequence that the equivalence check runs: a fold is wrong or right at any length, and two forward passes over
 /// the paper's 32,768 would take a CPU hours.
-const VERIFY_TOKENS: usize = 1024;
+pub(crate) const VERIFY_TOKENS: usize = 1024;
 
 /// Both checkpoints on the start of a few sequences.
 #[derive(Debug, Clone)]
@@ -212,6 +231,12 @@ pub struct FoldPlan {
 }
 
 impl FoldPlan {
+    /// Element type of the folded tensors, as reports name it.
+    pub(crate) fn folded_dtype(&self) -> String {
+        let dtype = verify::folded_dtype(&self.model.checkpoint, &self.model.spec, self.dtype);
+        format!("{dtype:?}").to_lowercase()
+    }
+
     /// Checks the output, finds the model, cuts the text of the equivalence check.
     ///
     /// # Errors
@@ -227,7 +252,8 @@ impl FoldPlan {
             _ => Vec::new(),
         };
         let verify = VerifyPlan::new(&model, &sequences, request.verify, request.dtype)?;
-        let memory = MemoryPlan::new(&model, longest(&sequences));
+        let lengths = Lengths { calibrate: 0, verify: verified(verify.as_ref()) };
+        let memory = MemoryPlan::new(&model, lengths, request.dtype);
         Ok(Self { model, dtype: request.dtype, verify, out, memory })
     }
 }
@@ -262,7 +288,9 @@ impl ConvertPlan {
         };
         let sequences = packed.as_ref().map_or(&[][..], |packed| &packed.sequences);
         let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
-        let memory = MemoryPlan::new(&model, longest(sequences));
+        let calibrate = if solve.kind.needs_statistics { longest(sequences) } else { 0 };
+        let lengths = Lengths { calibrate, verify: verified(verify.as_ref()) };
+        let memory = MemoryPlan::new(&model, lengths, request.dtype);
         let calibration = match packed {
             Some(packed) if solve.kind.needs_statistics => Some(CalibrationPlan::new(&model, packed)?),
             _ => None,
@@ -278,8 +306,12 @@ impl ConvertPlan {
             Some(calibration) => monitor.note(&describe_calibration(calibration, None)),
             None => monitor.note(&format!("calibrate  not needed for {}", self.solve.kind.name)),
         }
-        monitor.note(&format!("solve      {}, damping {}", self.solve.kind.name, self.solve.damping));
+        monitor.note(&format!("solve      {}", describe_solve(&self.solve.record())));
         monitor.note(&describe_memory(&self.fold.memory));
+        let text = self.calibration.as_ref().map(|calibration| calibration.info.positions);
+        if let Some(note) = text.and_then(|tokens| too_little_text(tokens, self.fold.model.head_dim())) {
+            monitor.note(&note);
+        }
     }
 }
 
@@ -290,6 +322,10 @@ fn load_sequences(
     at_most: Option<usize>,
     env: &Environment<'_>,
 ) -> Result<Packed> {
+    if request.sequences == Some(0) {
+        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
+        return Err(PipelineError::Option { option: "--sequences", expected, found });
+    }
     let is_text = !request.source.is_token_ids();
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
     let options = PackOptions {
@@ -336,7 +372,7 @@ fn seq_len(model: &Model, request: &CalibrationRequest) -> Result<usize> {
     }
 }
 
-/// Work of an interrupted run is neither thrown away nor continued unasked.
+/// Work of an earlier run is neither thrown away nor continued unasked.
 fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
     if !resume && path.symlink_metadata().is_ok() {
         return Err(PipelineError::UnfinishedWork { path: path.to_owned() });
@@ -347,6 +383,11 @@ fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
 /// Tokens of all sequences.
 pub(crate) fn n_tokens(sequences: &[Vec<u32>]) -> u64 {
     sequences.iter().map(|ids| ids.len() as u64).sum()
+}
+
+/// Longest sequence of the equivalence check.
+fn verified(plan: Option<&VerifyPlan>) -> usize {
+    plan.map_or(0, |plan| longest(&plan.sequences))
 }
 
 fn longest(sequences: &[Vec<u32>]) -> usize {
@@ -370,17 +411,17 @@ fn describe_model(model: &Model) -> String {
 fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) -> String {
     let shard = shard.map(|shard| format!(" (share {shard})")).unwrap_or_default();
     let StatsInfo { source, positions, max_seq_len, .. } = &plan.info;
-    let n = plan.sequences.len();
-    format!("calibrate  {source}: {n} sequences{shard}, {positions} tokens, the longest {max_seq_len}")
+    let (n, tokens) = (counted(plan.sequences.len() as u64, "sequence"), counted(*positions, "token"));
+    format!("calibrate  {source}: {n}{shard}, {tokens}, the longest {max_seq_len}")
 }
 
 fn describe_memory(memory: &MemoryPlan) -> String {
-    let MemoryPlan { weights_map, layer, activations, statistics, total } = *memory;
-    let [map, layer, activations, statistics, total] =
-        [weights_map, layer, activations, statistics, total].map(human_bytes);
+    let MemoryPlan { layer, activations, statistics, logits, mapped, anonymous, .. } = *memory;
+    let [layer, activations, statistics, logits, mapped, anonymous] =
+        [layer, activations, statistics, logits, mapped, anonymous].map(human_bytes);
     format!(
-        "memory     about {total}: weights {map} (mapped), one layer {layer}, activations {activations}, \
-         statistics {statistics}"
+        "memory     about {anonymous} at most (one layer {layer}, activations {activations}, statistics {statistics}, logits \
+         {logits}; not all at once), and {mapped} of mapped files"
     )
 }
 

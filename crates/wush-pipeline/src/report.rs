@@ -28,6 +28,8 @@ pub enum Verdict {
 pub struct ModelInfo {
     /// Hub id, or the directory's own name.
     pub id: String,
+    /// The model as it was typed: a directory or a hub id.
+    pub argument: String,
     /// Commit of a hub model.
     pub revision: Option<String>,
     /// Family in wush's registry.
@@ -43,6 +45,7 @@ impl ModelInfo {
     pub(crate) fn new(model: &Model, model_hash: Sha) -> Self {
         Self {
             id: model.id.clone(),
+            argument: model.argument.clone(),
             revision: model.revision.clone(),
             family: model.spec.family.to_owned(),
             n_layers: model.spec.layers.len(),
@@ -116,8 +119,10 @@ pub struct CalibrateReport {
     pub calibration: Calibration,
     /// `--shard`, as typed.
     pub shard: Option<String>,
-    /// Sequences that an interrupted run had done already.
+    /// Sequences that an earlier run had done already.
     pub resumed_sequences: u64,
+    /// What to know before the result is used: too little text, a check that did not run, what a server must be told.
+    pub notes: Vec<String>,
     /// Estimated peak memory.
     pub memory: MemoryPlan,
     /// The statistics file.
@@ -134,6 +139,8 @@ pub struct MergeReport {
     pub model_id: String,
     /// What the sums are over now.
     pub calibration: Calibration,
+    /// What to know before the result is used: too little text, a check that did not run, what a server must be told.
+    pub notes: Vec<String>,
     /// Number of files that went in.
     pub inputs: u64,
     /// The statistics file.
@@ -152,6 +159,8 @@ pub struct SolveReport {
     pub calibration: Calibration,
     /// The solver's report, one entry a layer.
     pub layers: Vec<LayerReport>,
+    /// What to know before the result is used: too little text, a check that did not run, what a server must be told.
+    pub notes: Vec<String>,
     /// The transforms file.
     pub out: WrittenFile,
     /// Wall time.
@@ -162,7 +171,8 @@ pub struct SolveReport {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ConvertReport {
-    /// `failed` when the equivalence check did not pass.
+    /// `failed` when the equivalence check did not pass; where `equivalence` is null it did not run and `ok` says nothing
+    /// of it.
     pub verdict: Verdict,
     /// The model.
     pub model: ModelInfo,
@@ -176,8 +186,12 @@ pub struct ConvertReport {
     pub layers: Vec<LayerReport>,
     /// Folding: dtype and error.
     pub fold: FoldReport,
-    /// Both checkpoints on the same text; none when it was not asked for.
+    /// Element type of the folded tensors, "bf16".
+    pub folded_dtype: String,
+    /// Both checkpoints on the same text; none when there was no text to run or no sequence was asked for.
     pub equivalence: Option<Equivalence>,
+    /// What to know before the result is used: too little text, a check that did not run, what a server must be told.
+    pub notes: Vec<String>,
     /// The bundle.
     pub out: WrittenDir,
     /// Estimated peak memory.

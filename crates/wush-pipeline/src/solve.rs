@@ -13,9 +13,10 @@ use wush_stats::{LayerStats, Statistics};
 use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, Solution, TransformKind};
 
 use crate::calibrate::calibration_of;
-use crate::error::InStage;
+use crate::error::{InStage, STATISTICS};
 use crate::model::{HeadShape, Model};
-use crate::paths::NewFile;
+use crate::notes::too_little_text;
+use crate::paths::{NewFile, require_kind};
 use crate::plan::SolvePlan;
 use crate::report::{SolveReport, WrittenFile};
 use crate::request::{Environment, SolveRequest};
@@ -29,7 +30,10 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
     let out = NewFile::plan(&request.out)?;
     let plan = SolvePlan::new(&request.settings)?;
     let clock = Instant::now();
+    require_kind(&request.statistics, STATISTICS)?;
     let statistics = Statistics::load(&request.statistics)?;
+    let notes: Vec<String> = too_little_text(statistics.info.positions, statistics.info.head_dim).into_iter().collect();
+    notes.iter().for_each(|note| env.monitor.note(note));
     let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
     let transforms = solve_statistics(&statistics, stats_hash, &plan, env.monitor).in_stage("solve")?;
     let written = transforms.save(&out.path)?;
@@ -38,6 +42,7 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
         solve: solve_record(&transforms),
         calibration: calibration_of(&statistics.info),
         layers: transforms.report,
+        notes,
         out: WrittenFile::new(&out.path, written),
         seconds: clock.elapsed().as_secs_f64(),
     })
@@ -132,7 +137,7 @@ fn solve_heads(heads: Vec<Head<'_>>, plan: &SolvePlan, monitor: &dyn Monitor) ->
     monitor.begin("solve", "transforms", heads.len() as u64);
     let solve = |head: &Head<'_>| {
         if monitor.interrupted() {
-            return Err(PipelineError::Interrupted { resume: None });
+            return Err(PipelineError::Interrupted { kept: None });
         }
         let solution = solve_head(head, plan)?;
         monitor.advance(1);
@@ -157,7 +162,7 @@ fn solve_head(head: &Head<'_>, plan: &SolvePlan) -> Result<Solution> {
     };
     let problem = HeadProblem { gram, hessian: &hessian, dim: shape.head_dim };
     let settings = Settings { damping: plan.damping, seed: plan.seed, layer, head: index, role };
-    let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source };
+    let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source, resumable: false };
     wush_transform::solve(plan.kind, &problem, &settings).map_err(failed)
 }
 

@@ -21,7 +21,7 @@ use wush_model::spec::ModelSpec;
 use crate::Result;
 
 /// Bytes of logits of one model that are held at once; more positions share the cost of widening the output head.
-const LOGIT_BYTES: usize = 64 << 20;
+pub(crate) const LOGIT_BYTES: usize = 64 << 20;
 
 /// Part of the tolerance that stands for the arithmetic of the two forward passes, 2^-14: f32 sums over up to a few
 /// thousand products err by some 2^-24 · √n each, the two passes sum in other bases, and their difference grows
@@ -83,11 +83,17 @@ pub fn verify<B: Backend>(
     let source_decoder = Decoder::new(source.checkpoint, source.spec, backend);
     let bundle_decoder = Decoder::new(bundle.checkpoint, bundle.spec, backend).with_key_transforms(sidecar)?;
     let n_tokens: usize = check.sequences.iter().map(Vec::len).sum();
-    monitor.begin("verify", "tokens", n_tokens as u64);
+    // Every token counts once for each model: half of that for the layers, half for the logits.
+    monitor.begin("verify", "tokens", 2 * n_tokens as u64);
     let mut sums = Sums::default();
     for ids in check.sequences {
-        let hidden = [source_decoder.hidden(ids)?, bundle_decoder.hidden(ids)?];
-        for rows in blocks(ids.len().saturating_sub(1), source.spec.vocab_size) {
+        let half = ids.len() as u64 / 2;
+        let ours = source_decoder.hidden(ids)?;
+        monitor.advance(half);
+        let hidden = [ours, bundle_decoder.hidden(ids)?];
+        monitor.advance(half);
+        let n_scored = ids.len().saturating_sub(1);
+        for rows in blocks(n_scored, source.spec.vocab_size) {
             if monitor.interrupted() {
                 return Err(ModelError::Interrupted.into());
             }
@@ -96,7 +102,7 @@ pub fn verify<B: Backend>(
             monitor.advance(rows.len() as u64);
             sums.add_block(&ours, &theirs, &ids[rows.start + 1..=rows.end], source.spec.vocab_size);
         }
-        monitor.advance(1);
+        monitor.advance((2 * (ids.len() - half as usize) - n_scored) as u64);
     }
     monitor.end();
     Ok(sums.judge(check.tolerance))

@@ -42,7 +42,7 @@ pub struct GlobalArgs {
     #[arg(long, short, global = true, conflicts_with = "quiet")]
     pub verbose: bool,
     /// Threads of the CPU [default: one a core]; results do not depend on it
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     pub threads: Option<usize>,
 }
 
@@ -112,10 +112,10 @@ pub struct CutArgs {
     #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD)]
     pub text_field: String,
     /// Number of sequences [default: 128; all of them when the source is token-id lists]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     pub sequences: Option<usize>,
     /// Tokens a sequence [default: 32768, or the model's longest position if shorter]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     pub seq_len: Option<usize>,
 }
 
@@ -130,10 +130,10 @@ pub struct SolveSettingsArgs {
     #[arg(long, default_value_t = Preset::Default)]
     pub preset: Preset,
     /// Damping γ of Eq. 1
-    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING)]
+    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING, allow_hyphen_values = true)]
     pub damping: f64,
     /// Seed of the random transform
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
     pub seed: u64,
 }
 
@@ -141,15 +141,22 @@ pub struct SolveSettingsArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Folding")]
 pub struct FoldSettingsArgs {
-    /// Element type of folded tensors: the checkpoint's own, or f32
+    /// Element type of folded tensors: the checkpoint's own, or f32. Loaders follow config.json: where it says bfloat16 or
+    /// float16, the server must be told float32 (vLLM: --dtype float32), or f32 has no effect
     #[arg(long, value_enum, default_value_t = FoldDtypeArg::Keep)]
     pub fold_dtype: FoldDtypeArg,
     /// Calibration sequences to run through both checkpoints, the first 1024 tokens of each; 0 skips the check
     #[arg(long, value_name = "N", default_value_t = plan::DEFAULT_VERIFY_SEQUENCES)]
+    #[arg(allow_negative_numbers = true, value_parser = whole_number)]
     pub verify_sequences: usize,
     /// Largest accepted relative change of the mean NLL [default: by the folded element type]
-    #[arg(long, value_name = "REL")]
+    #[arg(long, value_name = "REL", allow_hyphen_values = true)]
     pub tolerance: Option<f64>,
+}
+
+/// A count, for options whose range the plan checks.
+fn whole_number(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "expected a whole number, not negative".to_owned())
 }
 
 /// `--fold-dtype`.
@@ -169,7 +176,8 @@ pub struct ConvertArgs {
     /// Directory of the bundle; must not exist
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Continue an interrupted run of the same command
+    /// Continue an earlier run of the same command. Sums are saved a group of about 8192 tokens at a time; --sequences may
+    /// have grown, since what is saved only has to be the first of this run's sequences
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -188,7 +196,8 @@ pub struct CalibrateArgs {
     /// Statistics file to write; must not exist
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Continue an interrupted run of the same command
+    /// Continue an earlier run of the same command. Sums are saved a group of about 8192 tokens at a time; --sequences may
+    /// have grown, since what is saved only has to be the first of this run's sequences
     #[arg(long)]
     resume: bool,
     /// Only the K-th of N contiguous shares of the sequences

@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use wush_pipeline::{Monitor, human_bytes};
 
 use crate::interrupt;
@@ -103,16 +103,7 @@ impl Monitor for Progress {
 impl Stage {
     /// "calibrate: 4096 of 16384 tokens, 512 tokens/s, 24 s left".
     fn line(&self) -> String {
-        let (name, unit) = (&self.name, self.unit);
-        let done = if unit == "bytes" { human_bytes(self.done) } else { self.done.to_string() };
-        let counts = format!("{done} of {}", count(self.total, unit));
-        match self.rate() {
-            Some(rate) => {
-                let left = Duration::from_secs_f64((self.total.saturating_sub(self.done) as f64 / rate).min(1e9));
-                format!("{name}: {counts}, {}/s, {} left", count(rate as u64, unit), human_time(left))
-            }
-            None => format!("{name}: {counts}"),
-        }
+        format!("{}: {}", self.name, counts(self.done, self.total, self.unit, self.rate()))
     }
 
     /// "calibrate: 16384 tokens in 31 s, 528 tokens/s".
@@ -124,11 +115,25 @@ impl Stage {
 
     fn rate(&self) -> Option<f64> {
         let elapsed = self.started.elapsed();
-        (elapsed >= SHORTEST_RATED && self.done > 0).then(|| self.done as f64 / elapsed.as_secs_f64())
+        rate(self.done, elapsed)
     }
 }
 
-/// A count with its unit; bytes in binary units.
+/// Units a second, once there is something to tell.
+fn rate(done: u64, elapsed: Duration) -> Option<f64> {
+    (elapsed >= SHORTEST_RATED && done > 0).then(|| done as f64 / elapsed.as_secs_f64())
+}
+
+/// "4096 of 16384 tokens, 512 tokens/s, 24 s left"; no rate and no time where none is known.
+fn counts(done: u64, total: u64, unit: &str, rate: Option<f64>) -> String {
+    let number = if unit == "bytes" { human_bytes(done) } else { done.to_string() };
+    let of_total = format!("{number} of {}", count(total, unit));
+    let Some(rate) = rate else { return of_total };
+    let left = Duration::from_secs_f64((total.saturating_sub(done) as f64 / rate).min(1e9));
+    format!("{of_total}, {}/s, {} left", count(rate.round() as u64, unit), human_time(left))
+}
+
+/// A count with its unit; bytes in powers of ten.
 fn count(n: u64, unit: &str) -> String {
     if unit == "bytes" { human_bytes(n) } else { format!("{n} {unit}") }
 }
@@ -145,15 +150,14 @@ pub fn human_time(time: Duration) -> String {
 }
 
 fn bar(stage: &str, unit: &'static str, total: u64) -> ProgressBar {
-    let counts = if unit == "bytes" {
-        "{binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}".to_owned()
-    } else {
-        format!("{{pos}} of {{len}} {unit}, {{per_sec}}")
+    let told = move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+        let (done, total) = (state.pos(), state.len().unwrap_or(0));
+        // A terminal that is gone shows nothing.
+        let _ = out.write_str(&counts(done, total, unit, rate(done, state.elapsed())));
     };
-    let template = format!("{{prefix:<12}} {{bar:30}} {counts}, {{eta}} left");
     let bar = ProgressBar::new(total).with_prefix(stage.to_owned());
-    if let Ok(style) = ProgressStyle::with_template(&template) {
-        bar.set_style(style.progress_chars("=> "));
+    if let Ok(style) = ProgressStyle::with_template("{prefix:<12} {bar:30} {counts}") {
+        bar.set_style(style.with_key("counts", told).progress_chars("=> "));
     }
     bar.enable_steady_tick(Duration::from_millis(250));
     bar
@@ -189,6 +193,13 @@ mod tests {
     #[test]
     fn counts_bear_their_unit() {
         assert_eq!(count(12, "tokens"), "12 tokens");
-        assert_eq!(count(2048, "bytes"), "2.0 KiB");
+        assert_eq!(count(2048, "bytes"), "2.0 kB");
+    }
+
+    #[test]
+    fn rates_are_whole_and_told_only_once_known() {
+        assert_eq!(counts(0, 8192, "tokens", rate(0, Duration::from_secs(3))), "0 of 8192 tokens");
+        let known = counts(4096, 8192, "tokens", Some(2712.1543));
+        assert_eq!(known, "4096 of 8192 tokens, 2712 tokens/s, 1.5 s left");
     }
 }

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
-use wush_pipeline::human_bytes;
 use wush_pipeline::manifest::{Calibration, Equivalence, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
     CalibrateReport, ConvertReport, DemoReport, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
     WrittenFile,
 };
+use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, ratio, shell_word};
 
 use crate::progress::human_time;
 
@@ -35,9 +35,11 @@ impl Report for CalibrateReport {
         }
         text.row("time", &rated(self.seconds, self.calibration.tokens));
         text.file(&self.out);
+        text.notes(&self.notes);
+        let path = shell_word(&self.out.path);
         match &self.shard {
-            Some(_) => text.next(&format!("wush merge {} OTHERS… --out stats.safetensors", self.out.path)),
-            None => text.next(&format!("wush solve {} --out transforms.safetensors", self.out.path)),
+            Some(_) => text.next(&format!("wush merge {path} OTHERS… --out stats.safetensors")),
+            None => text.next(&format!("wush solve {path} --out transforms.safetensors")),
         }
         text.0
     }
@@ -47,10 +49,11 @@ impl Report for MergeReport {
     fn text(&self) -> String {
         let mut text = Lines::default();
         text.row("model", &self.model_id);
-        text.row("merged", &format!("{} files", self.inputs));
+        text.row("merged", &counted(self.inputs, "file"));
         text.calibration(Some(&self.calibration));
         text.file(&self.out);
-        text.next(&format!("wush solve {} --out transforms.safetensors", self.out.path));
+        text.notes(&self.notes);
+        text.next(&format!("wush solve {} --out transforms.safetensors", shell_word(&self.out.path)));
         text.0
     }
 }
@@ -63,8 +66,9 @@ impl Report for SolveReport {
         text.calibration(Some(&self.calibration));
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.file(&self.out);
+        text.notes(&self.notes);
         text.layers(&self.layers);
-        text.next(&format!("wush fold MODEL {} --out BUNDLE", self.out.path));
+        text.next(&format!("wush fold MODEL {} --calib TEXT --out BUNDLE", shell_word(&self.out.path)));
         text.0
     }
 }
@@ -75,7 +79,7 @@ impl Report for ConvertReport {
         text.conversion(self);
         text.layers(&self.layers);
         match self.verdict {
-            Verdict::Ok => text.next(&format!("wush inspect {}", self.out.path)),
+            Verdict::Ok => text.next(&audit_command(self)),
             Verdict::Failed => text.failed(&self.out),
         }
         text.0
@@ -118,7 +122,7 @@ impl Report for DemoReport {
         text.heading("3. The bundle, audited against the model");
         text.0.push_str(&wush_pipeline::audit::to_text(&self.inspect));
         match self.passed() {
-            true => text.next(&format!("wush inspect {} --html report.html", self.convert.out.path)),
+            true => text.next(&format!("{} --html report.html", audit_command(&self.convert))),
             false => text.failed(&self.convert.out),
         }
         text.0
@@ -160,11 +164,21 @@ impl Lines {
     }
 
     fn dir(&mut self, dir: &WrittenDir) {
-        self.row("out", &format!("{} ({} files, {})", dir.path, dir.n_files, human_bytes(dir.n_bytes)));
+        self.row("out", &format!("{} ({}, {})", dir.path, counted(dir.n_files, "file"), human_bytes(dir.n_bytes)));
+    }
+
+    /// The manifest lists every file but itself, so it is counted apart.
+    fn bundle(&mut self, dir: &WrittenDir) {
+        let files = counted(dir.n_files.saturating_sub(1), "file");
+        self.row("out", &format!("{} ({files} and the manifest, {})", dir.path, human_bytes(dir.n_bytes)));
+    }
+
+    fn notes(&mut self, notes: &[String]) {
+        notes.iter().for_each(|note| self.row("note", note));
     }
 
     fn solve(&mut self, solve: &Solve) {
-        self.row("transform", &format!("{}, preset {}, damping {}", solve.transform, solve.preset, solve.damping));
+        self.row("transform", &describe_solve(solve));
     }
 
     fn calibration(&mut self, calibration: Option<&Calibration>) {
@@ -175,7 +189,11 @@ impl Lines {
         let Calibration { source, sequences, tokens, max_seq_len, device, compute, .. } = calibration;
         self.row(
             "calibration",
-            &format!("{source}: {sequences} sequences, {tokens} tokens, up to position {max_seq_len}, on {device} in {compute}"),
+            &format!(
+                "{source}: {}, {}, up to position {max_seq_len}, on {device} in {compute}",
+                counted(*sequences, "sequence"),
+                counted(*tokens, "token")
+            ),
         );
         if let Some(scaling) = &calibration.rope_scaling {
             self.row("RoPE scaling", scaling);
@@ -189,10 +207,13 @@ impl Lines {
         self.solve(&report.solve);
         let fold = &report.fold;
         let worst = format!("largest relative error {:.1e} in layer {}", fold.max_rel_error, fold.worst_layer);
-        self.row("fold", &format!("dtype {}, {worst}", fold.dtype));
+        let stored = if fold.dtype == "keep" { " (as stored)" } else { "" };
+        self.row("fold", &format!("{}{stored}, {worst}", report.folded_dtype));
         self.equivalence(report.equivalence.as_ref());
+        self.row("verdict", verdict(report));
         self.row("time", &human_time(Duration::from_secs_f64(report.seconds)));
-        self.dir(&report.out);
+        self.bundle(&report.out);
+        self.notes(&report.notes);
     }
 
     fn equivalence(&mut self, equivalence: Option<&Equivalence>) {
@@ -207,8 +228,9 @@ impl Lines {
             "equivalence",
             &format!(
                 "{verdict}: mean NLL {nll_source:.5} before, {nll_bundle:.5} after ({change:+.4} %, tolerance {:.2} %), \
-                 {tokens} tokens",
-                tolerance * 100.0
+                 {}",
+                tolerance * 100.0,
+                counted(*tokens, "token")
             ),
         );
         let (logit, nll) = (equivalence.max_logit_diff, equivalence.max_nll_diff);
@@ -229,18 +251,39 @@ impl Lines {
             let [key, value] = [&layer.key, &layer.value].map(|heads| HeadSummary::of(heads));
             let _ = writeln!(
                 self.0,
-                "{:>5} {:>8.2}x {:>7.2}x {:>9.1e} {:>9.1e} {:>9} {:>7}",
-                layer.layer, key.gain, value.gain, key.cond, value.cond, key.rank, value.rank
+                "{:>5} {:>8.2}x {:>7.2}x {:>9} {:>9} {:>9} {:>7}",
+                layer.layer,
+                key.gain,
+                value.gain,
+                ratio(key.cond),
+                ratio(value.cond),
+                key.rank,
+                value.rank
             );
         }
         let all = |role: fn(&LayerReport) -> &Vec<HeadReport>| gain(layers.iter().flat_map(role));
         let (key, value) = (all(|layer| &layer.key), all(|layer| &layer.value));
         let _ = writeln!(
             self.0,
-            "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean; against any orthogonal transform at equal bits)",
-            "all"
+            "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean)\nThe gain is {}.",
+            "all",
+            describe_gain()
         );
     }
+}
+
+/// What the verdict covers.
+fn verdict(report: &ConvertReport) -> &'static str {
+    match (report.verdict, &report.equivalence) {
+        (Verdict::Failed, _) => "FAILED",
+        (Verdict::Ok, Some(_)) => "ok",
+        (Verdict::Ok, None) => "ok, equivalence not checked",
+    }
+}
+
+/// The audit of a bundle against the model that it was made from.
+fn audit_command(report: &ConvertReport) -> String {
+    format!("wush inspect {} --base {}", shell_word(&report.out.path), shell_word(&report.model.argument))
 }
 
 /// The heads of one layer and role.

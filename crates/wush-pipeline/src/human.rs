@@ -1,0 +1,62 @@
+//! Numbers as people read them, the same in notes, reports, the model card and progress.
+
+/// Bytes in powers of ten, as `wush inspect` and disks count: "1.5 GB".
+pub fn human_bytes(n_bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = n_bytes as f64;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{n_bytes} B"),
+        1 | 2 => format!("{value:.1} {}", UNITS[unit]),
+        _ => format!("{value:.2} {}", UNITS[unit]),
+    }
+}
+
+/// "1 sequence", "2 sequences".
+pub fn counted(n: u64, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}
+
+/// A ratio of at least one, such as a condition number: a plain decimal below 1000.
+pub fn ratio(x: f64) -> String {
+    if x < 1000.0 { format!("{x:.1}") } else { format!("{x:.1e}") }
+}
+
+/// A path or name as a shell takes it: quoted where it must be.
+pub fn shell_word(word: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+@%:=,".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_read_well() {
+        assert_eq!([0, 999, 1000, 277_049_999].map(human_bytes), ["0 B", "999 B", "1.0 kB", "277.0 MB"]);
+        assert_eq!([1_500_000_000, u64::MAX].map(human_bytes), ["1.50 GB", "18446744.07 TB"]);
+    }
+
+    #[test]
+    fn one_is_not_plural() {
+        assert_eq!([0, 1, 2].map(|n| counted(n, "sequence")), ["0 sequences", "1 sequence", "2 sequences"]);
+    }
+
+    #[test]
+    fn conditions_are_decimals_while_they_are_short() {
+        assert_eq!([4.18, 999.94, 12_345.0, f64::INFINITY].map(ratio), ["4.2", "999.9", "1.2e4", "inf"]);
+    }
+
+    #[test]
+    fn words_survive_a_shell() {
+        assert_eq!(["a/b-1.x", "my model", "it's"].map(shell_word), ["a/b-1.x", "'my model'", r"'it'\''s'"]);
+    }
+}

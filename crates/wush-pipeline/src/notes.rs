@@ -1,0 +1,149 @@
+//! What the user of a result must know beyond its numbers, said in the same words on stderr, in the reports and on the model
+//! card: too little text, a server that must be told something, a check that did not run.
+
+use serde_json::Value;
+use wush_fold::FoldDtype;
+use wush_format::manifest::{Calibration, Equivalence, Solve};
+
+use crate::human::counted;
+use crate::model::Model;
+use crate::solve::registry;
+
+/// Tokens a head dimension below which statistics are called too few: the sample covariance of n positions in d dimensions
+/// has relative eigenvalue errors of about 2 √(d / n), here 0.6.
+const TOKENS_PER_DIMENSION: u64 = 10;
+
+/// Names of a 16-bit type in `config.json`.
+const NARROW: [&str; 2] = ["bfloat16", "float16"];
+
+/// A warning when `tokens` are too few for heads of dimension `head_dim`.
+pub(crate) fn too_little_text(tokens: u64, head_dim: usize) -> Option<String> {
+    let least = TOKENS_PER_DIMENSION.saturating_mul(head_dim as u64);
+    (tokens < least).then(|| {
+        format!(
+            "too little text: {} for heads of dimension {head_dim}; below {least} the transforms fit this text and not the \
+             model, and the predicted gains are too good. Use more or longer sequences",
+            counted(tokens, "token")
+        )
+    })
+}
+
+/// What a bundle's user must know.
+pub(crate) fn of_bundle(
+    model: &Model,
+    dtype: FoldDtype,
+    calibration: Option<&Calibration>,
+    equivalence: Option<&Equivalence>,
+) -> Vec<String> {
+    let text = calibration.and_then(|calibration| too_little_text(calibration.tokens, model.head_dim()));
+    let unchecked = equivalence.is_none().then(|| {
+        "equivalence not checked: no text was given to run, so the verdict does not cover it; `wush inspect BUNDLE --base \
+         MODEL` compares the weights"
+            .to_owned()
+    });
+    [text, unchecked].into_iter().flatten().chain(serving(model, dtype, calibration)).collect()
+}
+
+/// What a server of the bundle must be told.
+pub(crate) fn serving(model: &Model, dtype: FoldDtype, calibration: Option<&Calibration>) -> Vec<String> {
+    let config = model.checkpoint.config();
+    let scaling = calibration.and_then(|calibration| calibration.rope_scaling.clone());
+    let scaling = scaling.or_else(|| model.rope_scaling.map(|scaling| scaling.to_string()));
+    [wide_dtype(config, dtype), scaling.and_then(|scaling| rope_scaling(config, &scaling))]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// Folded tensors are f32, and `config.json` makes loaders narrow them again.
+fn wide_dtype(config: &Value, dtype: FoldDtype) -> Option<String> {
+    let named = configured(config, "dtype").or_else(|| configured(config, "torch_dtype"))?.as_str()?;
+    (dtype == FoldDtype::F32 && NARROW.contains(&named)).then(|| {
+        format!(
+            "the folded tensors are f32, but config.json says dtype {named} and loaders follow it: tell the server float32 \
+             (vLLM: --dtype float32; transformers: dtype=\"float32\"), or they are narrowed again"
+        )
+    })
+}
+
+/// The statistics were made under a RoPE scaling that `config.json` does not state.
+fn rope_scaling(config: &Value, scaling: &str) -> Option<String> {
+    let (kind, factor) = scaling.split_once(':')?;
+    let factor: f64 = factor.parse().ok()?;
+    let original = "original_max_position_embeddings";
+    let positions = configured(config, original).or_else(|| configured(config, "max_position_embeddings"));
+    let of_kind = match positions.and_then(Value::as_u64) {
+        Some(positions) if kind == "yarn" => format!(", \"{original}\": {positions}"),
+        _ => String::new(),
+    };
+    Some(format!(
+        "the transforms were made with RoPE scaling {scaling}, which config.json does not state: the server must run with the \
+         same, `\"rope_scaling\": {{\"rope_type\": \"{kind}\", \"factor\": {factor:?}{of_kind}}}`"
+    ))
+}
+
+/// A key of the configuration, or of the text model inside it.
+fn configured<'a>(config: &'a Value, key: &str) -> Option<&'a Value> {
+    let inner = || config.get("text_config").and_then(|text| text.get(key));
+    config.get(key).or_else(inner).filter(|value| !value.is_null())
+}
+
+/// A transform with the settings that went into it, and no others: "wush, preset default, damping 0.01", "random, seed 0".
+pub fn describe_solve(solve: &Solve) -> String {
+    let Solve { transform, preset, damping, seed, .. } = solve;
+    let kind = registry().iter().find(|kind| kind.name == *transform);
+    if kind.is_some_and(|kind| kind.needs_statistics) {
+        format!("{transform}, preset {preset}, damping {damping}")
+    } else if transform == "random" {
+        format!("{transform}, seed {seed}")
+    } else {
+        transform.clone()
+    }
+}
+
+/// What the predicted gain is measured against and on.
+pub fn describe_gain() -> &'static str {
+    "on the calibration text itself; against any orthogonal transform at equal bits"
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn few_tokens_are_called_few() {
+        let note = too_little_text(32, 64).expect("32 tokens say nothing about 64 dimensions");
+        assert!(note.starts_with("too little text: 32 tokens for heads of dimension 64; below 640"), "{note}");
+        assert_eq!(too_little_text(640, 64), None);
+    }
+
+    #[test]
+    fn wide_folds_say_what_a_loader_must_be_told() {
+        let bf16 = json!({ "text_config": { "dtype": "bfloat16" } });
+        assert!(wide_dtype(&bf16, FoldDtype::F32).expect("narrower").contains("dtype bfloat16"));
+        assert_eq!(wide_dtype(&bf16, FoldDtype::Keep), None);
+        assert_eq!(wide_dtype(&json!({ "torch_dtype": "float32" }), FoldDtype::F32), None);
+    }
+
+    #[test]
+    fn scalings_come_with_their_configuration() {
+        let note = rope_scaling(&json!({ "max_position_embeddings": 4096 }), "yarn:4").expect("known");
+        let snippet = r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}"#;
+        assert!(note.contains(snippet), "{note}");
+    }
+
+    #[test]
+    fn only_settings_that_were_used_are_told() {
+        let solve = |transform: &str| Solve {
+            transform: transform.to_owned(),
+            preset: "default".to_owned(),
+            damping: 0.01,
+            seed: 7,
+            stats_hash: None,
+        };
+        let texts = ["wush", "random", "hadamard"].map(|name| describe_solve(&solve(name)));
+        assert_eq!(texts, ["wush, preset default, damping 0.01", "random, seed 7", "hadamard"]);
+    }
+}
