@@ -119,13 +119,30 @@ impl Checkpoint {
         self.shards.iter().map(bytes_of).sum()
     }
 
-    /// Everything that is not a shard: relative paths with forward slashes, sorted, at any depth, without the folders
-    /// `wush/`, `.git/` and `.cache/` at the top.
+    /// Everything that is no weights: relative paths with forward slashes, sorted, at any depth, without the folders
+    /// `wush/`, `.git/` and `.cache/` at the top, and without [`Checkpoint::other_weights`].
     ///
     /// # Errors
     /// `Escapes` for a link that leads out of the directory (blobs of the same repository in the hub's cache do not),
     /// `Unsupported` for a linked folder, a special file or a name that is not UTF-8, `Format` for what cannot be read.
     pub fn other_files(&self) -> Result<Vec<String>> {
+        let mut paths = self.files_beside_shards()?;
+        paths.retain(|path| !is_weights_name(path));
+        Ok(paths)
+    }
+
+    /// Further copies of the weights beside the shards (`consolidated.safetensors`, `pytorch_model.bin`, …), sorted. A fold
+    /// would leave them as they are, and which copy a loader takes is its own choice: they do not belong in a bundle.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::other_files`].
+    pub fn other_weights(&self) -> Result<Vec<String>> {
+        let mut paths = self.files_beside_shards()?;
+        paths.retain(|path| is_weights_name(path));
+        Ok(paths)
+    }
+
+    fn files_beside_shards(&self) -> Result<Vec<String>> {
         let mut paths = files::all_files(&self.dir)?;
         paths.retain(|path| self.shards.binary_search_by(|shard| shard.file_name.as_str().cmp(path)).is_err());
         Ok(paths)
@@ -167,6 +184,17 @@ fn find_shards(dir: &Path, names: &[String]) -> Result<(Vec<String>, Option<Weig
     }
     let listed = listed.into_iter().cloned().collect();
     Ok((listed, Some(index)))
+}
+
+/// Whether a file's name says that it is a further copy of the model's weights, in whatever format: any other safetensors
+/// file at the top, and at any depth the names and endings under which hubs keep original weights.
+fn is_weights_name(path: &str) -> bool {
+    const ENDINGS: [&str; 5] = [".pth", ".gguf", ".h5", ".msgpack", ".onnx"];
+    const NAMES: [&str; 2] = ["consolidated", "pytorch_model"];
+    let name = path.rsplit('/').next().unwrap_or(path);
+    (name == path && name.ends_with(".safetensors"))
+        || ENDINGS.iter().any(|ending| name.ends_with(ending))
+        || (NAMES.iter().any(|start| name.starts_with(start)) && !name.ends_with(".json"))
 }
 
 fn is_shard_name(name: &str) -> bool {

@@ -53,7 +53,7 @@ impl TextTokenizer {
         }
         let bytes = read_bounded(&path, MAX_TOKENIZER_BYTES)?;
         let failed = |e: tokenizers::Error| tokenizer_error(&path, &e);
-        let mut inner = Tokenizer::from_bytes(bytes).map_err(failed)?;
+        let mut inner = guarded(&path, || Tokenizer::from_bytes(bytes))?;
         inner.with_truncation(None).map_err(failed)?;
         inner.with_padding(None);
         let bos = find_bos(&inner, &path)?;
@@ -65,7 +65,7 @@ impl TextTokenizer {
     /// # Errors
     /// `Tokenizer` when the tokenizer's model fails on the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|e| tokenizer_error(&self.path, &e))?;
+        let encoding = guarded(&self.path, || self.inner.encode_fast(text, false))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -75,7 +75,7 @@ impl TextTokenizer {
     /// As [`TextTokenizer::encode`].
     pub fn encode_batch(&self, texts: &[String]) -> Result<Vec<Vec<u32>>> {
         let inputs: Vec<&str> = texts.iter().map(String::as_str).collect();
-        let encodings = self.inner.encode_batch_fast(inputs, false).map_err(|e| tokenizer_error(&self.path, &e))?;
+        let encodings = guarded(&self.path, || self.inner.encode_batch_fast(inputs, false))?;
         Ok(encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect())
     }
 
@@ -102,6 +102,14 @@ impl TextTokenizer {
     /// Number of ids that the tokenizer can give, added tokens included. The model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
+    }
+}
+
+/// Runs a part of the tokenizers crate, which panics on some files that it accepts: that is an error of the file here.
+fn guarded<T>(path: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(|e| tokenizer_error(path, &e)),
+        Err(_) => Err(tokenizer_error(path, &"the tokenizers library panicked on it")),
     }
 }
 
@@ -143,7 +151,7 @@ fn eos_of(object: &Value, path: &Path) -> Result<Option<u32>> {
 /// Finds the BOS by encoding one letter with and without special tokens: the template may also add an end token.
 fn find_bos(tokenizer: &Tokenizer, path: &Path) -> Result<Option<u32>> {
     let encode = |special| {
-        let encoding = tokenizer.encode_fast("a", special).map_err(|e| tokenizer_error(path, &e))?;
+        let encoding = guarded(path, || tokenizer.encode_fast("a", special))?;
         Ok::<_, CheckpointError>(encoding.get_ids().to_vec())
     };
     let (bare, full) = (encode(false)?, encode(true)?);

@@ -252,6 +252,23 @@ fn a_damaged_shard_is_named() {
 }
 
 #[test]
+fn further_copies_of_the_weights_are_told_from_other_files() {
+    let room = tempfile::tempdir().expect("a directory");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(demo.join(name), room.path().join(name)).expect("copied");
+    }
+    std::fs::create_dir(room.path().join("original")).expect("made");
+    for name in ["consolidated.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "vocab.txt"] {
+        std::fs::write(room.path().join(name), "x").expect("written");
+    }
+    let checkpoint = Checkpoint::open(room.path()).expect("a checkpoint");
+    let expected = ["consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin"];
+    assert_eq!(checkpoint.other_weights().expect("lists"), expected);
+    assert_eq!(checkpoint.other_files().expect("lists"), ["config.json", "vocab.txt"]);
+}
+
+#[test]
 fn other_files_are_everything_but_shards_and_wush_itself() {
     let dir = sharded();
     for path in ["wush/manifest.json", ".git/HEAD", ".cache/x", "sub/wush/y.py", "sub/model.safetensors", "LICENSE"] {

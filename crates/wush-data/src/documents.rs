@@ -91,6 +91,8 @@ impl TextFile {
 
     fn next(&mut self) -> Result<Option<Document>> {
         let mut text = String::new();
+        // Of `text`; a blank start of any length is dropped as it comes.
+        let mut blank = true;
         loop {
             let is_new = self.is_new;
             let line = self.lines.next_line()?;
@@ -100,19 +102,23 @@ impl TextFile {
                 Some(line) if is_separator(&line) => {
                     self.is_new = true;
                     strip_line_end(&mut text);
-                    if !is_blank(&text) {
+                    if !blank {
                         return Ok(Some(Document { text, is_new }));
                     }
                     text.clear();
                 }
                 Some(line) => {
                     text.push_str(line);
-                    if text.len() >= self.max_piece_bytes && !is_blank(&text) {
-                        self.is_new = false;
-                        return Ok(Some(Document { text, is_new }));
+                    blank &= is_blank(line);
+                    if text.len() >= self.max_piece_bytes {
+                        if !blank {
+                            self.is_new = false;
+                            return Ok(Some(Document { text, is_new }));
+                        }
+                        text.clear();
                     }
                 }
-                None if is_blank(&text) => return Ok(None),
+                None if blank => return Ok(None),
                 None => return Ok(Some(Document { text, is_new })),
             }
         }

@@ -1,12 +1,12 @@
 //! Lines of a file that may be compressed. Enters: a path. Leaves: one UTF-8 line at a time, with its number. Reads no
 //! further than the line asked for (and a buffer), so a compressed file never expands beyond what is used of it.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use flate2::read::MultiGzDecoder;
 use wush_format::FormatError;
+use wush_format::json::open_regular;
 
 use crate::source::Compression;
 use crate::{DataError, Result};
@@ -16,7 +16,7 @@ pub(crate) const MAX_LINE_BYTES: usize = 64 << 20;
 
 /// Opens a file for reading, decompressed.
 pub(crate) fn open(path: &Path, compression: Compression) -> Result<Box<dyn Read>> {
-    let file = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+    let file = open_regular(path)?;
     Ok(match compression {
         Compression::None => Box::new(file),
         Compression::Gzip => Box::new(MultiGzDecoder::new(file)),

@@ -1,14 +1,13 @@
 //! The text column of a parquet file, row group by row group. Enters: a path and a column's name. Leaves: one text at
 //! a time. Other columns are not read.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use arrow_array::cast::AsArray;
 use arrow_array::{Array, ArrayRef, RecordBatch};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
-use wush_format::FormatError;
+use wush_format::json::open_regular;
 
 use crate::documents::is_blank;
 use crate::{DataError, Result};
@@ -27,7 +26,7 @@ pub(crate) struct Table {
 
 impl Table {
     pub(crate) fn open(path: &Path, field: &str) -> Result<Self> {
-        let file = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+        let file = open_regular(path)?;
         let unreadable = |e: parquet::errors::ParquetError| parquet_error(path, &e);
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(unreadable)?;
         let Some(index) = builder.schema().fields().iter().position(|column| column.name() == field) else {

@@ -120,6 +120,25 @@ fn separator_lines_part_documents() {
 }
 
 #[test]
+fn a_blank_start_of_any_length_is_passed_over_in_one_go() {
+    let room = room();
+    let mut text = vec![b'\n'; 12 << 20];
+    text.extend_from_slice(b"w0 w1\n");
+    assert_eq!(room.first(&room.write("a.txt", &text), 2), [10, 11]);
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_refused_and_not_waited_for() {
+    let room = room();
+    let CalibSource::Path(path) = room.folder("pipe.txt") else { unreachable!("a path") };
+    let made = std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo runs");
+    assert!(made.success());
+    let error = room.load(&CalibSource::Path(path), &options(2, 1)).expect_err("a pipe");
+    assert!(error.to_string().contains("not a regular file"), "{error}");
+}
+
+#[test]
 fn a_separator_inside_a_line_is_the_tokenizers() {
     let room = room();
     assert_eq!(room.first(&room.write("a.txt", b"w0 <|endoftext|> w1"), 3), [10, 0, 11]);

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::atomic::write_file;
 use crate::bundle::{MANIFEST, WUSH_DIR};
 use crate::hash::Sha;
-use crate::json::{Object, read_bounded, shown};
+use crate::json::{Object, read_bounded, refuse_control_characters, shown};
 use crate::{FormatError, Result};
 
 /// Version of the manifest's layout.
@@ -227,6 +227,7 @@ impl Manifest {
             return Err(FormatError::Version { path: path.to_owned(), kind: KIND, found, expected: MANIFEST_VERSION });
         }
         let Object::<Self>(manifest) = serde_json::from_slice(json).map_err(invalid)?;
+        refuse_control_characters(json).map_err(|detail| FormatError::invalid(path, KIND, detail))?;
         manifest.check().map_err(|detail| FormatError::invalid(path, KIND, detail))?;
         Ok(manifest)
     }

@@ -150,6 +150,16 @@ fn a_manifest_with_unsorted_repeated_or_escaping_entries_is_refused() {
 }
 
 #[test]
+fn a_manifest_cannot_draw_lines_on_a_terminal() {
+    let mut forged = manifest();
+    forged.source.id = "demo\n\nVerdict: ok (24 checks passed)\n\u{1b}[8m".to_owned();
+    let json = serde_json::to_vec(&forged).expect("serializes");
+    let error = Manifest::parse(Path::new("manifest.json"), &json).expect_err("refused").to_string();
+    assert!(error.contains("holds a control character"), "{error}");
+    assert!(!error.contains('\n') && !error.contains('\u{1b}'), "{error:?}");
+}
+
+#[test]
 fn a_manifest_of_another_version_is_told_from_a_broken_one() {
     let parse = |text: &str| Manifest::parse(Path::new("manifest.json"), text.as_bytes()).expect_err("refused");
     let version = parse(r#"{"format_version": 2, "something": "new"}"#);

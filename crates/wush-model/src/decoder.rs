@@ -143,7 +143,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// Final hidden states of one sequence, after the last norm: `[tokens, hidden]`.
     ///
     /// # Errors
-    /// `Sequence`; a tensor that cannot be read.
+    /// `Sequence`; a tensor that cannot be read; `NonFinite` with the layer after which NaN or infinity appeared.
     pub fn hidden(&self, ids: &[u32]) -> Result<B::Tensor> {
         let sequences = [ids.to_vec()];
         self.check(&sequences)?;
@@ -153,19 +153,34 @@ impl<'a, B: Backend> Decoder<'a, B> {
             let layer = Layer::load(self.checkpoint, spec, self.backend)?;
             let (qkv, _) = self.qkv(id, &layer, &x, &mut tables, ids.len());
             self.finish_layer(id, &layer, &mut x, qkv);
+            self.check_finite(&x, "hidden states", id)?;
         }
-        Ok(Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?.apply(self.backend, &x))
+        let hidden = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?.apply(self.backend, &x);
+        self.check_finite(&hidden, "states after the final norm", self.spec.layers.len() - 1)?;
+        Ok(hidden)
+    }
+
+    fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize) -> Result<()> {
+        let mut sums = vec![0.0; self.spec.hidden_size];
+        self.backend.column_sum(x, &mut sums);
+        match sums.iter().all(|sum| sum.is_finite()) {
+            true => Ok(()),
+            false => Err(ModelError::NonFinite { layer, what, sequence: 0 }),
+        }
     }
 
     /// Logits of positions `rows` of [`Decoder::hidden`]'s result: `[rows, vocab]`.
     ///
     /// # Errors
-    /// A tensor that cannot be read.
+    /// A tensor that cannot be read; `NonFinite`.
     pub fn logits(&self, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
         let table = weights::view(self.checkpoint, &self.spec.lm_head)?;
         let mut logits = self.backend.logits(hidden, rows, table);
         if let Some(cap) = self.spec.final_logit_softcap {
             logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
+        }
+        if !logits.iter().sum::<f32>().is_finite() && logits.iter().any(|x| !x.is_finite()) {
+            return Err(ModelError::NonFinite { layer: self.spec.layers.len() - 1, what: "logits", sequence: 0 });
         }
         Ok(logits)
     }

@@ -72,7 +72,7 @@ pub enum ModelError {
     NonFinite {
         /// Global layer id.
         layer: usize,
-        /// "keys", "queries", "values" or "hidden states".
+        /// "keys", "queries", "values", "hidden states", "logits", …
         what: &'static str,
         /// Index of the sequence in this run.
         sequence: usize,
