@@ -177,7 +177,7 @@ impl CalibratePlan {
         monitor.note(&describe_model(&self.model));
         monitor.note(&describe_calibration(&self.calibration, self.shard.as_deref()));
         monitor.note(&describe_memory(&self.memory));
-        self.notes.iter().for_each(|note| monitor.note(note));
+        self.notes.iter().for_each(|note| monitor.note(&format!("note       {note}")));
     }
 }
 
@@ -310,7 +310,7 @@ impl ConvertPlan {
         monitor.note(&describe_memory(&self.fold.memory));
         let text = self.calibration.as_ref().map(|calibration| calibration.info.positions);
         if let Some(note) = text.and_then(|tokens| too_little_text(tokens, self.fold.model.head_dim())) {
-            monitor.note(&note);
+            monitor.note(&format!("note       {note}"));
         }
     }
 }

@@ -33,7 +33,7 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
     require_kind(&request.statistics, STATISTICS)?;
     let statistics = Statistics::load(&request.statistics)?;
     let notes: Vec<String> = too_little_text(statistics.info.positions, statistics.info.head_dim).into_iter().collect();
-    notes.iter().for_each(|note| env.monitor.note(note));
+    notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
     let transforms = solve_statistics(&statistics, stats_hash, &plan, env.monitor).in_stage("solve")?;
     let written = transforms.save(&out.path)?;
