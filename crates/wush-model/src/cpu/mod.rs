@@ -49,8 +49,8 @@ impl Rows {
 
 /// Rows of activations that one task of an elementwise operation takes.
 const ROWS_PER_TASK: usize = 64;
-/// Rows of activations that pass through the MLP at a time: bounds its two intermediate buffers.
-const MLP_ROWS: usize = 1024;
+/// Rows of activations that pass through the MLP on one thread: bounds its two intermediate buffers.
+const MLP_ROWS: usize = 256;
 /// Rows of the output head that one task widens and multiplies.
 const VOCAB_ROWS: usize = 2048;
 
@@ -94,7 +94,9 @@ impl Backend for Cpu {
     }
 
     fn linear(&self, x: &Rows, weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
-        linear(&x.data, weight, bias)
+        let mut out = Rows { n_rows: x.n_rows, width: weight.n_rows, data: Vec::new() };
+        linear_into(&mut out.data, &x.data, weight, bias);
+        out
     }
 
     fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
@@ -117,20 +119,17 @@ impl Backend for Cpu {
 
     fn gated_mlp(&self, x: &Rows, mlp: &Mlp<'_, Self>, activation: Activation) -> Rows {
         let mut out = Rows::zeros(x.n_rows, mlp.down.n_rows);
-        let blocks = x.data.chunks(MLP_ROWS * x.width).zip(out.data.chunks_mut(MLP_ROWS * mlp.down.n_rows));
-        for (rows, out) in blocks {
-            let mut gate = linear(rows, mlp.gate, mlp.biases[0]);
-            let up = linear(rows, mlp.up, mlp.biases[1]);
-            let task = ROWS_PER_TASK * gate.width;
-            gate.data
-                .par_chunks_mut(task)
-                .zip(up.data.par_chunks(task))
-                .for_each(|(gate, up)| elementwise::gate(gate, up, activation));
-            matmul_transposed(out, &gate.data, &mlp.down.data, mlp.down.width);
+        let blocks = x.data.par_chunks(MLP_ROWS * x.width).zip(out.data.par_chunks_mut(MLP_ROWS * mlp.down.n_rows));
+        // A block passes through the whole MLP on one thread: its intermediates stay in the cache, and their buffers are kept.
+        blocks.for_each_init(Default::default, |(gate, up): &mut (Vec<f32>, Vec<f32>), (rows, out)| {
+            linear_into(gate, rows, mlp.gate, mlp.biases[0]);
+            linear_into(up, rows, mlp.up, mlp.biases[1]);
+            elementwise::gate(gate, up, activation);
+            matmul_transposed(out, gate, &mlp.down.data, mlp.down.width);
             if let Some(bias) = mlp.biases[2] {
                 out.chunks_exact_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
             }
-        }
+        });
         out
     }
 
@@ -186,12 +185,11 @@ impl Backend for Cpu {
     }
 }
 
-/// `x Wᵀ + b` for rows as long as the weight's.
-fn linear(x: &[f32], weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
-    let mut out = Rows::zeros(x.len() / weight.width, weight.n_rows);
-    matmul_transposed(&mut out.data, x, &weight.data, weight.width);
+/// `out = x Wᵀ + b` for rows as long as the weight's; `out` becomes as long as needed.
+fn linear_into(out: &mut Vec<f32>, x: &[f32], weight: &Rows, bias: Option<&Vec<f32>>) {
+    out.resize(x.len() / weight.width * weight.n_rows, 0.0);
+    matmul_transposed(out, x, &weight.data, weight.width);
     if let Some(bias) = bias {
-        out.data.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
+        out.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
     }
-    out
 }
