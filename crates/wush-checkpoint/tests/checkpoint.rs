@@ -256,11 +256,11 @@ fn further_copies_of_the_weights_are_told_from_other_files() {
     let room = tempfile::tempdir().expect("a directory");
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
     for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(demo.join(name), room.path().join(name)).expect("copied");
+        fs::copy(demo.join(name), room.path().join(name)).expect("copied");
     }
-    std::fs::create_dir(room.path().join("original")).expect("made");
+    fs::create_dir(room.path().join("original")).expect("made");
     for name in ["consolidated.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "vocab.txt"] {
-        std::fs::write(room.path().join(name), "x").expect("written");
+        fs::write(room.path().join(name), "x").expect("written");
     }
     let checkpoint = Checkpoint::open(room.path()).expect("a checkpoint");
     let expected = ["consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin"];
