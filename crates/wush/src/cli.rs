@@ -1,6 +1,8 @@
 //! The command line: what can be typed, and the request that it becomes. No numbers beyond the defaults that the
 //! pipeline names, and no decision: a request is checked by the pipeline's plan.
 
+#![expect(rustdoc::broken_intra_doc_links, reason = "the comments are help texts, printed as they stand")]
+
 use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
