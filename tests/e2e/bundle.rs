@@ -164,6 +164,34 @@ fn too_little_text_is_told() {
 }
 
 #[test]
+fn other_copies_of_the_weights_are_left_out_and_a_changed_sidecar_is_not_unfolded() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let source = scratch.join("source");
+    fs::create_dir(&source).expect("made");
+    for entry in fs::read_dir(model()).expect("listed") {
+        let entry = entry.expect("an entry");
+        fs::copy(entry.path(), source.join(entry.file_name())).expect("copied");
+    }
+    fs::write(source.join("consolidated.safetensors"), "x").expect("written");
+    let calib = model().join("calibration.txt").display().to_string();
+    let command = ["convert", "source", "--out", "bundle", "--calib", &calib, "--sequences", "2", "--seq-len", "64"];
+    let run = program.ok(&[&command[..], &["--format", "json"]].concat());
+    assert!(run.json()["notes"].to_string().contains("consolidated.safetensors"), "{run:?}");
+    assert!(!scratch.join("bundle/consolidated.safetensors").exists());
+
+    let sidecar = scratch.join("bundle/wush/value_transforms.safetensors");
+    let mut bytes = fs::read(&sidecar).expect("read");
+    let at = bytes.len() - 3;
+    bytes[at] ^= 1;
+    fs::write(&sidecar, bytes).expect("written");
+    let run = program.run(&["unfold", "bundle", "--out", "back"]);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("is not the one that the manifest lists"), "{run:?}");
+    assert!(!scratch.join("back").exists());
+}
+
+#[test]
 fn unfolding_gives_the_original_within_rounding() {
     let scratch = Scratch::new();
     let program = wush(&scratch);

@@ -169,6 +169,7 @@ fn numbers_out_of_range() {
         ("--seq-len", "-1", "expected a whole number"),
         ("--shard", "1/9", "--shard: expected"),
         ("--threads", "0", "--threads: expected"),
+        ("--threads", "1000000", "--threads: expected"),
         ("--tolerance", "0", "--tolerance: expected a positive number, found 0"),
         ("--tolerance", "-0.1", "--tolerance: expected a positive number, found -0.1"),
     ] {

@@ -56,6 +56,9 @@ pub use wush_inspect as audit;
 /// The tool and its version, as files state it.
 pub const TOOL: &str = concat!("wush ", env!("CARGO_PKG_VERSION"));
 
+/// Most threads that may be asked for: more than any machine that this was made for has cores.
+const MAX_THREADS: usize = 1024;
+
 /// Sets the number of CPU threads of the process; one a core when none is given. Results do not depend on it.
 ///
 /// # Errors
@@ -64,11 +67,11 @@ pub fn use_threads(n_threads: Option<usize>) -> Result<()> {
     let Some(n_threads) = n_threads else { return Ok(()) };
     let wrong = |found: String| PipelineError::Option {
         option: "--threads",
-        expected: "a number of threads that the system can start, at least 1".to_owned(),
+        expected: format!("a number of threads that the system can start, from 1 to {MAX_THREADS}"),
         found,
     };
-    if n_threads == 0 {
-        return Err(wrong("0".to_owned()));
+    if !(1..=MAX_THREADS).contains(&n_threads) {
+        return Err(wrong(n_threads.to_string()));
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build_global();
     pool.map_err(|e| wrong(format!("{n_threads} ({e})")))

@@ -41,7 +41,16 @@ pub(crate) fn of_bundle(
          MODEL` compares the weights"
             .to_owned()
     });
-    [text, unchecked].into_iter().flatten().chain(serving(model, dtype, calibration)).collect()
+    let left_out = left_out(&model.checkpoint.other_weights().unwrap_or_default());
+    [text, unchecked, left_out].into_iter().flatten().chain(serving(model, dtype, calibration)).collect()
+}
+
+/// Copies of the weights that are not in the bundle, since the fold does not reach them.
+fn left_out(copies: &[String]) -> Option<String> {
+    (!copies.is_empty()).then(|| {
+        let (first, n) = (&copies[0], counted(copies.len() as u64, "file"));
+        format!("{n} with another copy of the weights left out ({first}): not folded, a loader that takes it would mix the two")
+    })
 }
 
 /// What a server of the bundle must be told.

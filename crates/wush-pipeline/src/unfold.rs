@@ -1,11 +1,14 @@
 //! Bundle to a checkpoint in the original coordinates, up to rounding.
 
+use std::path::Path;
 use std::time::Instant;
 
 use wush_checkpoint::Checkpoint;
 use wush_fold::UnfoldDtype;
+use wush_format::FormatError;
 use wush_format::atomic::StagedDir;
 use wush_format::bundle::{MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
+use wush_format::hash::hash_file;
 use wush_format::manifest::Manifest;
 use wush_model::arch;
 
@@ -30,6 +33,7 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
     let spec = arch::resolve(&bundle, None)?;
     let wush = request.bundle.join(WUSH_DIR);
     let manifest = Manifest::load(&wush.join(MANIFEST))?;
+    require_listed(&manifest, &wush.join(VALUE_TRANSFORMS))?;
     let sidecar = ValueSidecar::load(&wush.join(VALUE_TRANSFORMS))?;
     let staged = StagedDir::create(&out.path)?;
     let dtype = UnfoldDtype::Original;
@@ -43,4 +47,16 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
         out: written,
         seconds: clock.elapsed().as_secs_f64(),
     })
+}
+
+/// Another T than the one that was folded would still give the function, but not the original's coordinates: the value sidecar
+/// must be the file that the manifest lists.
+fn require_listed(manifest: &Manifest, sidecar: &Path) -> Result<()> {
+    let listed = format!("{WUSH_DIR}/{VALUE_TRANSFORMS}");
+    let expected = manifest.files.iter().find(|file| file.path == listed).map(|file| file.sha256);
+    if expected == Some(hash_file(sidecar)?.0) {
+        return Ok(());
+    }
+    let detail = "its SHA-256 is not the one that the manifest lists".to_owned();
+    Err(FormatError::Invalid { path: sidecar.to_owned(), kind: "value sidecar", detail }.into())
 }
