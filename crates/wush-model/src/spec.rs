@@ -20,7 +20,7 @@ pub struct ModelSpec {
     pub max_position_embeddings: usize,
     /// `[vocab, hidden]`.
     pub embedding: TensorSlice,
-    /// Multiplies the embedding's rows (Gemma: sqrt(hidden) rounded to bf16); 1 elsewhere.
+    /// Multiplies the embedding's rows (Gemma: sqrt(hidden), which the reference rounds to its compute type, here f32); 1 elsewhere.
     pub embedding_scale: f32,
     /// Norm before the output head.
     pub final_norm: NormSpec,
