@@ -319,6 +319,11 @@ fn the_html_report_is_one_page() {
     let scratch = Scratch::new();
     wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
     wush(&scratch).ok(&["inspect", "bundle", "--html", "page.html"]);
+    wush(&scratch).ok(&["inspect", "bundle", "--html", "page.html"]);
+    let weights = fs::read(scratch.join("bundle/model.safetensors")).expect("weights");
+    let refused = wush(&scratch).run(&["inspect", "bundle", "--html", "bundle/model.safetensors"]);
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert_eq!(fs::read(scratch.join("bundle/model.safetensors")).expect("weights"), weights);
     let page = fs::read_to_string(scratch.join("page.html")).expect("a page");
     assert!(page.starts_with("<!DOCTYPE html>") || page.starts_with("<!doctype html>"), "{}", &page[..40]);
     assert!(page.contains("<svg") && !page.contains("http-equiv") && !page.contains("src=\"http"));
