@@ -53,7 +53,7 @@ impl AtomicFile {
             refuse_symlink(&path)?;
             // Not truncated: before the lock is held, the file may be another run's.
             let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
-            lock(&file, &path)?;
+            lock(&file, target)?;
             if is_still_at(&file, &path) {
                 file.set_len(0).map_err(io)?;
                 return Ok(Self { temporary: Temporary(path), target: target.to_owned(), file });
@@ -104,13 +104,13 @@ impl StagedDir {
             match fs::create_dir(&path) {
                 Ok(()) => {}
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {
-                    remove_leftover(&path)?;
+                    remove_leftover(&path, target)?;
                     continue;
                 }
                 Err(e) => return Err(FormatError::io(path, "create", e)),
             }
             let lock_file = File::open(&path).map_err(|e| FormatError::io(&path, "open", e))?;
-            lock(&lock_file, &path)?;
+            lock(&lock_file, target)?;
             if is_still_at(&lock_file, &path) {
                 return Ok(Self { temporary: Temporary(path), target: target.to_owned(), lock: lock_file });
             }
@@ -149,6 +149,40 @@ impl StagedDir {
         drop(self.lock);
         sync_dir(&parent(target))?;
         Ok(target.to_owned())
+    }
+}
+
+/// A new file being made, alone in a [`StagedDir`]: its name is taken from the moment of [`StagedFile::create`], so that the
+/// second of two runs learns at once that it is not alone. Dropped without [`StagedFile::commit`], nothing is left.
+#[derive(Debug)]
+pub struct StagedFile {
+    dir: StagedDir,
+    path: PathBuf,
+}
+
+impl StagedFile {
+    /// Takes the name `target`.
+    ///
+    /// # Errors
+    /// As [`StagedDir::create`].
+    pub fn create(target: &Path) -> Result<Self> {
+        let dir = StagedDir::create(target)?;
+        let path = dir.path().join(target.file_name().unwrap_or_default());
+        Ok(Self { dir, path })
+    }
+
+    /// Where to write it now, whole and synced ([`write_file`] does that).
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Renames it into place, never over anything.
+    ///
+    /// # Errors
+    /// `Exists`, `Io`; the staged file is removed then.
+    pub fn commit(self) -> Result<()> {
+        rename_new(&self.path, self.dir.target())?;
+        sync_dir(&parent(self.dir.target()))
     }
 }
 
@@ -215,8 +249,8 @@ fn refuse_symlink(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes the staging directory of a run that is no more.
-fn remove_leftover(path: &Path) -> Result<()> {
+/// Removes the staging directory `path` of a run that is no more.
+fn remove_leftover(path: &Path, target: &Path) -> Result<()> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
@@ -226,16 +260,17 @@ fn remove_leftover(path: &Path) -> Result<()> {
         return Err(FormatError::Exists { path: path.to_owned() });
     }
     let held = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
-    lock(&held, path)?;
+    lock(&held, target)?;
     if !is_still_at(&held, path) {
         return Ok(());
     }
     fs::remove_dir_all(path).map_err(|e| FormatError::io(path, "remove", e))
 }
 
-fn lock(file: &File, path: &Path) -> Result<()> {
+/// Locks the temporary file or directory of `target`.
+fn lock(file: &File, target: &Path) -> Result<()> {
     match file.try_lock() {
-        Err(TryLockError::WouldBlock) => Err(FormatError::Busy { path: path.to_owned() }),
+        Err(TryLockError::WouldBlock) => Err(FormatError::Busy { path: target.to_owned() }),
         // Locks only tell live runs from dead ones; some network file systems have none.
         Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
     }
@@ -274,10 +309,14 @@ fn rename_new(from: &Path, to: &Path) -> Result<()> {
     rename_checked(from, to)
 }
 
-/// Check, then rename. Between the two another process may make `to`; rename(2) itself then refuses a file, and a
-/// directory that is not empty.
+/// Without an exclusive rename: a file gets a second name, which never replaces anything, and loses the first. Where there
+/// are no links, and for a directory, check, then rename: what another process makes in between is replaced if it is a
+/// file or an empty directory.
 fn rename_checked(from: &Path, to: &Path) -> Result<()> {
     refuse_existing(to)?;
+    if from.is_file() && fs::hard_link(from, to).is_ok() {
+        return fs::remove_file(from).map_err(|e| FormatError::io(from, "remove", e));
+    }
     fs::rename(from, to).map_err(|e| match e.kind() {
         ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists => FormatError::Exists { path: to.to_owned() },
         _ => FormatError::io(to, "rename to", e),

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::text::printable;
+
 /// Result of this crate.
 pub type Result<T, E = FormatError> = std::result::Result<T, E>;
 
@@ -73,7 +75,7 @@ pub enum FormatError {
     /// Another run is writing the same output.
     #[error("{path}: another run is writing here")]
     Busy {
-        /// The temporary path that the other run holds.
+        /// The output.
         path: PathBuf,
     },
 }
@@ -84,9 +86,9 @@ impl FormatError {
         Self::Io { path: path.into(), action, source }
     }
 
-    /// `Invalid`, with a detail that a hostile file cannot make long.
-    pub(crate) fn invalid(path: &Path, kind: &'static str, detail: impl Into<String>) -> Self {
-        let mut detail = detail.into();
+    /// `Invalid`, with a detail that a hostile file can neither make long nor let draw on a terminal.
+    pub fn invalid(path: &Path, kind: &'static str, detail: impl Into<String>) -> Self {
+        let mut detail = printable(&detail.into()).into_owned();
         if let Some((cut, _)) = detail.char_indices().nth(MAX_DETAIL_CHARS) {
             detail.truncate(cut);
             detail.push('…');
@@ -97,11 +99,14 @@ impl FormatError {
     /// The remedy, if one is known: a line of its own, never part of the message.
     pub fn hint(&self) -> Option<String> {
         use std::io::ErrorKind::{
-            NotADirectory, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+            FileTooLarge, InvalidFilename, NotADirectory, NotFound, PermissionDenied, QuotaExceeded,
+            ReadOnlyFilesystem, StorageFull,
         };
         let hint = match self {
             Self::Io { source, .. } => match source.kind() {
-                StorageFull | QuotaExceeded => "free some space, or write to another disk; nothing was left behind",
+                StorageFull | QuotaExceeded => "free some space, or write to another disk",
+                FileTooLarge => "lift the limit on file sizes (ulimit -f), or write to another disk",
+                InvalidFilename => "choose a shorter name, without special characters",
                 NotFound | NotADirectory => "check the path; a directory to write into must exist already",
                 PermissionDenied => "check who owns the path and its permissions",
                 ReadOnlyFilesystem => "write to another disk",
@@ -110,6 +115,7 @@ impl FormatError {
             Self::Invalid { kind: "safetensors" | "index" | "config.json", .. } => {
                 "the file is damaged or incomplete: copy or download it again"
             }
+            Self::Invalid { kind: "configuration", .. } => "correct the value, or copy or download the file again",
             Self::Invalid { .. } | Self::MissingTensor { .. } | Self::WrongTensor { .. } => {
                 "the file is damaged or of another kind: make it again with this version of wush"
             }

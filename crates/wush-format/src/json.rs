@@ -45,33 +45,6 @@ pub fn open_regular(path: &Path) -> Result<File> {
     File::open(path).map_err(|e| FormatError::io(path, "open", e))
 }
 
-/// Refuses JSON whose strings hold control characters: names, sources and settings end up in reports and on terminals, where
-/// such a string could draw lines of its own.
-///
-/// # Errors
-/// What is wrong, as a sentence.
-pub fn refuse_control_characters(json: &[u8]) -> Result<(), String> {
-    fn bad(value: &serde_json::Value) -> Option<&str> {
-        match value {
-            serde_json::Value::String(text) => text.chars().any(char::is_control).then_some(text),
-            serde_json::Value::Array(items) => items.iter().find_map(bad),
-            serde_json::Value::Object(fields) => {
-                fields.iter().find_map(
-                    |(key, value)| {
-                        if key.chars().any(char::is_control) { Some(key.as_str()) } else { bad(value) }
-                    },
-                )
-            }
-            _ => None,
-        }
-    }
-    let value: serde_json::Value = serde_json::from_slice(json).map_err(|e| e.to_string())?;
-    match bad(&value) {
-        Some(text) => Err(format!("the string {} holds a control character", shown(text))),
-        None => Ok(()),
-    }
-}
-
 /// A string of a file, quoted, escaped and cut to a length fit for a message.
 pub fn shown(text: &str) -> String {
     match text.char_indices().nth(SHOWN_CHARS) {

@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use crate::json::shown;
 use crate::tensor_file::TensorFile;
+use crate::text::refuse_active_metadata;
 use crate::{FormatError, Result};
 
 /// Layer ids are below this: far above every model, small enough to count up to.
@@ -24,7 +25,7 @@ pub(crate) fn format_metadata(format: &str, version: u32) -> BTreeMap<String, St
     BTreeMap::from([(FORMAT_KEY.to_owned(), format.to_owned()), (VERSION_KEY.to_owned(), version.to_string())])
 }
 
-/// Refuses a file of another format or version.
+/// Refuses a file of another format or version, and metadata that could draw on a terminal.
 pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32) -> Result<()> {
     let found = file.metadata().get(FORMAT_KEY).map_or("", String::as_str);
     if found != format {
@@ -36,7 +37,7 @@ pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32
         let (path, found) = (file.path().to_owned(), shown(found));
         return Err(FormatError::Version { path, kind: format, found, expected: version });
     }
-    Ok(())
+    refuse_active_metadata(file, format)
 }
 
 /// The layer ids of a file whose every tensor is `layers.{i}.{role}` with a role of `roles`; every layer has all roles,

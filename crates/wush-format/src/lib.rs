@@ -28,6 +28,7 @@ mod layers;
 pub mod manifest;
 pub mod monitor;
 pub mod tensor_file;
+pub mod text;
 pub mod transforms;
 
 mod error;

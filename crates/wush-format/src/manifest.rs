@@ -9,13 +9,16 @@ use serde::{Deserialize, Serialize};
 use crate::atomic::write_file;
 use crate::bundle::{MANIFEST, WUSH_DIR};
 use crate::hash::Sha;
-use crate::json::{Object, read_bounded, refuse_control_characters, shown};
+use crate::json::{Object, read_bounded, shown};
+use crate::text::{is_plain, refuse_active_json};
 use crate::{FormatError, Result};
 
 /// Version of the manifest's layout.
 pub const MANIFEST_VERSION: u32 = 1;
 /// Longest manifest, in bytes: some hundred times that of a model with 100 layers of 8 heads.
 pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+/// [`Basis::kind`] of a bundle: values and output projections are in transformed coordinates.
+pub const FOLDED_VALUES: &str = "folded-values";
 /// What messages call the file.
 const KIND: &str = "manifest";
 
@@ -134,6 +137,19 @@ pub struct Calibration {
     pub compute: String,
 }
 
+impl Calibration {
+    /// Whether the counts can be those of one calibration (see [`counts_fit`]), of at least one token.
+    pub fn is_consistent(&self) -> bool {
+        self.tokens > 0 && counts_fit(self.sequences, self.max_seq_len, self.tokens)
+    }
+}
+
+/// Whether `sequences`, the longest of `max_seq_len` tokens and none empty, can hold `tokens` together.
+pub fn counts_fit(sequences: u64, max_seq_len: u64, tokens: u64) -> bool {
+    let least = max_seq_len.saturating_add(sequences.saturating_sub(1));
+    (sequences == 0) == (tokens == 0) && least <= tokens && tokens <= sequences.saturating_mul(max_seq_len)
+}
+
 /// The solver's report on one layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -227,7 +243,7 @@ impl Manifest {
             return Err(FormatError::Version { path: path.to_owned(), kind: KIND, found, expected: MANIFEST_VERSION });
         }
         let Object::<Self>(manifest) = serde_json::from_slice(json).map_err(invalid)?;
-        refuse_control_characters(json).map_err(|detail| FormatError::invalid(path, KIND, detail))?;
+        refuse_active_json(json).map_err(|detail| FormatError::invalid(path, KIND, detail))?;
         manifest.check().map_err(|detail| FormatError::invalid(path, KIND, detail))?;
         Ok(manifest)
     }
@@ -292,6 +308,7 @@ fn check_files(list: &str, files: &[FileEntry]) -> Result<(), String> {
 pub fn is_inside(path: &str) -> bool {
     let plain = |part: &str| !matches!(part, "" | "." | "..");
     path.split('/').all(plain)
-        && !path.contains(|c: char| c == '\\' || c.is_control())
+        && !path.contains('\\')
+        && is_plain(path)
         && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }

@@ -1,6 +1,6 @@
 //! The statistics file: safetensors of f64 sums, `layers.{i}.{key_gram, query_gram, value_gram, output_gram}`
-//! `[n_kv, d, d]` and `layers.{i}.key_sum` `[n_kv, d]`, and [`StatsInfo`] as JSON in the metadata. Read as hostile input:
-//! whatever no calibration could have produced is refused.
+//! `[n_kv, d, d]` and `layers.{i}.key_sum` `[n_kv, d]`, and [`StatsInfo`] as JSON in the metadata, with a hash over both.
+//! Read as hostile input: whatever no calibration could have produced is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,7 +8,9 @@ use std::path::Path;
 use wush_format::FormatError;
 use wush_format::hash::Sha;
 use wush_format::json::shown;
+use wush_format::manifest::counts_fit;
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use wush_format::text::{is_plain, refuse_active_metadata};
 use wush_format::transforms::HeadMatrices;
 
 use crate::statistics::{LayerStats, Statistics, StatsInfo};
@@ -17,7 +19,12 @@ use crate::{Result, StatsError};
 /// The metadata entry `format` of a statistics file.
 pub const FORMAT: &str = "wush-statistics";
 /// Version of the file's layout.
-pub const STATS_VERSION: u32 = 1;
+pub const STATS_VERSION: u32 = 2;
+
+/// Metadata key of the description.
+const INFO: &str = "info";
+/// Metadata key of the hash over the description and the tensors.
+const CONTENT_HASH: &str = "content_hash";
 
 /// What a layer has, besides `key_sum`.
 const GRAMS: [&str; 4] = ["key_gram", "query_gram", "value_gram", "output_gram"];
@@ -32,8 +39,9 @@ const ROUNDING_REL_TOL: f64 = 1.0 / (1u64 << 30) as f64;
 impl Statistics {
     /// Reads and checks a statistics file.
     ///
-    /// Every Gram matrix must be finite, symmetric within rounding, with a non-negative diagonal and
-    /// `|A_ij| ≤ sqrt(A_ii A_jj)`; every layer complete and of one shape; `(Σ k_i)² ≤ n Σ k_i²`; the counts consistent.
+    /// The content must be what was written, by its hash. Every Gram matrix must be finite, symmetric within rounding, with
+    /// a non-negative diagonal and `|A_ij| ≤ sqrt(A_ii A_jj)`; every layer complete and of one shape, the first as the
+    /// description says; `(Σ k_i)² ≤ n Σ k_i²`, and the same along Σ k; the counts consistent.
     ///
     /// # Errors
     /// `Format`, naming the file and the tensor.
@@ -51,13 +59,15 @@ impl Statistics {
         for layer in layer_ids(file)? {
             layers.insert(layer, read_layer(file, layer, info.positions)?);
         }
+        check_heads(file.path(), &info, layers.values().next())?;
         Ok(Self { layers, info, unfinished: false })
     }
 
     /// Writes the file, atomically and with the same bytes for the same content. Returns its SHA-256 and length.
     ///
     /// # Errors
-    /// `Unfinished` between [`crate::Accumulator`]'s beginning and end, or after a pass that failed; `Format`.
+    /// `Unfinished` between [`crate::Accumulator`]'s beginning and end, or after a pass that failed; `Format`, also for a
+    /// description that could draw on a terminal.
     pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
         if self.unfinished {
             return Err(StatsError::Unfinished);
@@ -73,7 +83,11 @@ impl Statistics {
             tensors.insert(tensor_name(*layer, KEY_SUM), NewTensor::f64(&[n_kv, dim], &stats.key_sum));
         }
         let info = serde_json::to_string(&self.info).map_err(|e| invalid(path, format!("description: {e}")))?;
-        let metadata = [("format", FORMAT.into()), ("version", STATS_VERSION.to_string()), ("info", info)];
+        check_text(path, &self.info)?;
+        let bytes = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.bytes.as_slice()));
+        let hash = content_hash(&info, bytes).to_string();
+        let metadata =
+            [("format", FORMAT.into()), ("version", STATS_VERSION.to_string()), (INFO, info), (CONTENT_HASH, hash)];
         let metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         Ok(write_tensor_file(path, &tensors, &metadata)?)
     }
@@ -91,18 +105,64 @@ fn read_info(file: &TensorFile) -> Result<StatsInfo> {
         let (path, found) = (path.to_owned(), shown(version));
         return Err(FormatError::Version { path, kind: FORMAT, found, expected: STATS_VERSION }.into());
     }
+    refuse_active_metadata(file, FORMAT)?;
+    check_content(file)?;
     let info: StatsInfo =
-        serde_json::from_str(file.meta("info")?).map_err(|e| invalid(path, format!("metadata entry info: {e}")))?;
+        serde_json::from_str(file.meta(INFO)?).map_err(|e| invalid(path, format!("metadata entry {INFO}: {e}")))?;
     check_counts(path, &info)?;
     Ok(info)
+}
+
+/// Refuses a file of which a byte of the description or of a tensor is not the one written. Against damage and mistakes: who
+/// changes a file on purpose can hash it again.
+fn check_content(file: &TensorFile) -> Result<()> {
+    let stated = file.meta(CONTENT_HASH)?;
+    let bytes = file.tensors().iter().map(|(name, info)| (name.as_str(), &file.bytes()[info.range.clone()]));
+    let found = content_hash(file.meta(INFO)?, bytes).to_string();
+    if stated == found {
+        return Ok(());
+    }
+    let detail = format!("its content is not what was written: {CONTENT_HASH} is {}, found {found}", shown(stated));
+    Err(invalid(file.path(), detail).into())
+}
+
+/// SHA-256 over one line an entry: name, NUL, the SHA-256 of its bytes in lower-case hex, LF; the description first, then the
+/// tensors, sorted by name.
+fn content_hash<'a>(info: &'a str, tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> Sha {
+    let line = |(name, bytes): (&str, &[u8])| format!("{name}\0{}\n", Sha::of(bytes));
+    let lines: String = std::iter::once((INFO, info.as_bytes())).chain(tensors).map(line).collect();
+    Sha::of(lines.as_bytes())
+}
+
+/// What a reader would refuse is not written.
+fn check_text(path: &Path, info: &StatsInfo) -> Result<()> {
+    let StatsInfo { tool, model_id, family, source, rope_scaling, device, compute, .. } = info;
+    let texts = [tool, model_id, family, source, device, compute].into_iter().chain(rope_scaling);
+    match texts.into_iter().find(|text| !is_plain(text)) {
+        Some(text) => Err(invalid(path, format!("the string {} holds a control character", shown(text))).into()),
+        None => Ok(()),
+    }
+}
+
+/// The heads that the description names are the first layer's.
+fn check_heads(path: &Path, info: &StatsInfo, first: Option<&LayerStats>) -> Result<()> {
+    let StatsInfo { n_heads, n_kv_heads, head_dim, .. } = *info;
+    let found = first.map(|layer| (layer.n_kv_heads(), layer.head_dim()));
+    if found == Some((n_kv_heads, head_dim)) && n_heads >= n_kv_heads && n_heads % n_kv_heads == 0 {
+        return Ok(());
+    }
+    let (kv, dim) = found.unwrap_or_default();
+    let detail = format!(
+        "the description says {n_heads} query and {n_kv_heads} KV heads of dimension {head_dim}, the first layer has {kv} KV \
+         heads of dimension {dim}"
+    );
+    Err(invalid(path, detail).into())
 }
 
 fn check_counts(path: &Path, info: &StatsInfo) -> Result<()> {
     let StatsInfo { format_version, positions, max_seq_len, sequence_hashes, .. } = info;
     let n_sequences = sequence_hashes.len() as u64;
-    // The longest sequence is one of them, and none is longer.
-    let fits = max_seq_len <= positions && *positions <= n_sequences.saturating_mul(*max_seq_len);
-    if *format_version == STATS_VERSION && fits {
+    if *format_version == STATS_VERSION && counts_fit(n_sequences, *max_seq_len, *positions) {
         return Ok(());
     }
     let detail = format!(
@@ -160,6 +220,8 @@ fn read_layer(file: &TensorFile, layer: usize, positions: u64) -> Result<LayerSt
         key_sum: file.f64(&key_sum, &[n_kv, dim])?,
     };
     check_key_sum(file.path(), &key_sum, &stats, positions)?;
+    check_mean_key(file.path(), &key_sum, &stats, positions)?;
+    check_positions(file.path(), layer, &stats, positions)?;
     Ok(stats)
 }
 
@@ -209,8 +271,41 @@ fn check_key_sum(path: &Path, name: &str, stats: &LayerStats, positions: u64) ->
     Ok(())
 }
 
+/// ‖s‖⁴ ≤ n sᵀGs with s = Σ k and G = Σ k kᵀ: the mean of (k·s)² is at least the square of the mean of k·s. Keys have a
+/// large mean, so this ties the number of positions to the sums.
+fn check_mean_key(path: &Path, name: &str, stats: &LayerStats, positions: u64) -> Result<()> {
+    let dim = stats.head_dim();
+    for (head, sum) in stats.key_sum.chunks_exact(dim).enumerate() {
+        let gram = stats.key_gram.head(head);
+        let image = |row: usize| gram[row * dim..][..dim].iter().zip(sum).map(|(g, s)| g * s).sum::<f64>();
+        let energy = (0..dim).map(|row| sum[row] * image(row)).sum::<f64>();
+        // What rounding of G explains of sᵀGs, since |δG_ij| ≤ tol·sqrt(G_ii G_jj).
+        let rounding = (0..dim).map(|i| sum[i].abs() * gram[i * dim + i].sqrt()).sum::<f64>().powi(2) * ROUNDING_REL_TOL;
+        let bound = positions as f64 * (energy + 2.0 * rounding);
+        let square = sum.iter().map(|s| s * s).sum::<f64>().powi(2);
+        // Sums beyond f64's range, of keys near the end of f32's, decide nothing.
+        if bound.is_finite() && !within(square, bound * (1.0 + ROUNDING_REL_TOL)) {
+            let expected = format!("a key sum that {positions} positions allow, ‖s‖⁴ at most {bound:e} given key_gram");
+            return Err(wrong(path, name, &expected, format!("{square:e} in head {head}")).into());
+        }
+    }
+    Ok(())
+}
+
+/// Without positions there is nothing to sum.
+fn check_positions(path: &Path, layer: usize, stats: &LayerStats, positions: u64) -> Result<()> {
+    let [keys, queries, values, _] = stats.matrices();
+    let summed = [keys, queries, values].into_iter().find(|(_, gram)| gram.data.iter().any(|&x| x != 0.0));
+    match summed {
+        Some((role, _)) if positions == 0 => {
+            Err(wrong(path, &tensor_name(layer, role), "zeros: there are no positions", "a sum".to_owned()).into())
+        }
+        _ => Ok(()),
+    }
+}
+
 fn invalid(path: &Path, detail: impl Into<String>) -> FormatError {
-    FormatError::Invalid { path: path.to_owned(), kind: FORMAT, detail: detail.into() }
+    FormatError::invalid(path, FORMAT, detail)
 }
 
 fn wrong(path: &Path, name: &str, expected: &str, found: String) -> FormatError {

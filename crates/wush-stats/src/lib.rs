@@ -44,5 +44,5 @@ mod statistics;
 pub use accumulator::Accumulator;
 pub use error::{Result, StatsError};
 pub use file::{FORMAT, STATS_VERSION};
-pub use output_gram::output_gram;
+pub use output_gram::{output_gram, output_gram_difference};
 pub use statistics::{LayerStats, Statistics, StatsInfo};

@@ -6,16 +6,12 @@ use std::fmt::Debug;
 use wush_format::hash::Sha;
 use wush_format::transforms::HeadMatrices;
 
-use crate::file::within;
+use crate::output_gram::first_difference;
 use crate::statistics::{LayerStats, Statistics, StatsInfo};
 use crate::{Result, StatsError};
 
 /// Between names of sources or devices that were merged.
 const SEPARATOR: &str = " + ";
-
-/// Two machines may sum the weights' Gram matrix in another order: d_model·G ≤ 2^20 products, each rounded to 2^-53,
-/// relative to sqrt(A_ii A_jj).
-const OUTPUT_GRAM_REL_TOL: f64 = 1.0 / (1u64 << 33) as f64;
 
 impl Statistics {
     /// Adds statistics of disjoint sequences of one model, made in one way, in the order given.
@@ -91,19 +87,9 @@ impl Comparison {
     }
 
     fn output_gram(&self, layer: usize, first: &HeadMatrices, part: &HeadMatrices) -> Result<()> {
-        let dim = first.dim;
-        for head in 0..first.n_heads {
-            let (a, b) = (first.head(head), part.head(head));
-            for at in 0..dim * dim {
-                let (i, j) = (at / dim, at % dim);
-                let scale = a[i * dim + i].sqrt() * a[j * dim + j].sqrt();
-                if !within(a[at] - b[at], OUTPUT_GRAM_REL_TOL * scale) {
-                    let what = format!("layer {layer}, head {head}, output_gram[{i}, {j}]");
-                    return self.same(&what, &a[at], &b[at]);
-                }
-            }
-        }
-        Ok(())
+        let Some((head, at)) = first_difference(first, part) else { return Ok(()) };
+        let what = format!("layer {layer}, head {head}, output_gram[{}, {}]", at / first.dim, at % first.dim);
+        self.same(&what, &first.head(head)[at], &part.head(head)[at])
     }
 }
 

@@ -8,11 +8,16 @@ use wush_format::transforms::HeadMatrices;
 use wush_model::spec::{AttentionSpec, ModelSpec};
 use wush_model::weights::read_f64;
 
-use crate::statistics::Statistics;
+use crate::file::within;
+use crate::statistics::{LayerStats, Statistics};
 use crate::{Result, StatsError};
 
 /// Rows of the output projection that are widened to f64 at a time: 512 rows of 8192 columns are 32 MiB.
 const BLOCK_ROWS: usize = 512;
+
+/// Two machines may sum the weights' Gram matrix in another order: d_model·G ≤ 2^20 products, each rounded to 2^-53,
+/// relative to sqrt(A_ii A_jj).
+const REL_TOL: f64 = 1.0 / (1u64 << 33) as f64;
 
 /// Fills every layer's `output_gram` from the checkpoint: for KV head h the sum over its query heads of W_O W_Oᵀ, where
 /// W_O(h,g) `[d, d_model]` is the transpose of columns `n d .. (n + 1) d` of the stored weight `[d_model, n_heads d]`,
@@ -25,17 +30,50 @@ const BLOCK_ROWS: usize = 512;
 /// `Model` when a weight cannot be read; `Shape` when the statistics are of another model; `NonFiniteWeight`.
 pub fn output_gram(checkpoint: &Checkpoint, spec: &ModelSpec, statistics: &mut Statistics) -> Result<()> {
     for (&id, sums) in &mut statistics.layers {
-        let found = format!("({}, {})", sums.n_kv_heads(), sums.head_dim());
-        let Some(layer) = spec.layers.get(id) else {
-            return Err(StatsError::Shape { layer: id, expected: "no such layer".into(), found });
-        };
-        let expected = format!("({}, {})", layer.attn.n_kv_heads, layer.attn.head_dim);
-        if expected != found {
-            return Err(StatsError::Shape { layer: id, expected, found });
-        }
-        sums.output_gram = layer_output_gram(checkpoint, id, &layer.attn)?;
+        sums.output_gram = layer_output_gram(checkpoint, id, checked_attention(spec, id, sums)?)?;
     }
     Ok(())
+}
+
+/// The first layer and KV head whose `output_gram` is not that of the checkpoint's weights, beyond the order of summation;
+/// none when all are.
+///
+/// # Errors
+/// As [`output_gram`].
+pub fn output_gram_difference(
+    checkpoint: &Checkpoint,
+    spec: &ModelSpec,
+    statistics: &Statistics,
+) -> Result<Option<(usize, usize)>> {
+    for (&id, sums) in &statistics.layers {
+        let expected = layer_output_gram(checkpoint, id, checked_attention(spec, id, sums)?)?;
+        if let Some((head, _)) = first_difference(&expected, &sums.output_gram) {
+            return Ok(Some((id, head)));
+        }
+    }
+    Ok(None)
+}
+
+/// The layer's attention, when the sums have its shape.
+fn checked_attention<'a>(spec: &'a ModelSpec, id: usize, sums: &LayerStats) -> Result<&'a AttentionSpec> {
+    let found = format!("({}, {})", sums.n_kv_heads(), sums.head_dim());
+    let Some(layer) = spec.layers.get(id) else {
+        return Err(StatsError::Shape { layer: id, expected: "no such layer".into(), found });
+    };
+    let expected = format!("({}, {})", layer.attn.n_kv_heads, layer.attn.head_dim);
+    if expected == found { Ok(&layer.attn) } else { Err(StatsError::Shape { layer: id, expected, found }) }
+}
+
+/// Head and place in it of the first element where two Gram matrices of the same weights, of one shape, differ by more than
+/// the order of summation explains.
+pub(crate) fn first_difference(a: &HeadMatrices, b: &HeadMatrices) -> Option<(usize, usize)> {
+    let dim = a.dim;
+    let differs = |&(head, at): &(usize, usize)| {
+        let (a, b) = (a.head(head), b.head(head));
+        let diagonal = |i: usize| a[i * dim + i].sqrt();
+        !within(a[at] - b[at], REL_TOL * diagonal(at / dim) * diagonal(at % dim))
+    };
+    (0..a.n_heads).flat_map(|head| (0..dim * dim).map(move |at| (head, at))).find(differs)
 }
 
 fn layer_output_gram(checkpoint: &Checkpoint, id: usize, attn: &AttentionSpec) -> Result<HeadMatrices> {

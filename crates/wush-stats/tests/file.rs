@@ -8,6 +8,7 @@ use std::path::Path;
 use common::{sequences, statistics};
 use proptest::prelude::*;
 use wush_format::FormatError;
+use wush_format::hash::Sha;
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_stats::{Statistics, StatsError};
 
@@ -46,8 +47,20 @@ fn load_edited(edit: impl FnOnce(&mut Tensors, &mut Metadata)) -> Result<Statist
     statistics(&sequences(4, 1)).save(&path).expect("writes");
     let (mut tensors, mut metadata) = parts(&path);
     edit(&mut tensors, &mut metadata);
+    // Who edits a file on purpose hashes it again.
+    if metadata.contains_key("content_hash") {
+        metadata.insert("content_hash".into(), content_hash(&tensors, &metadata));
+    }
     write_tensor_file(&path, &tensors, &metadata).expect("writes");
     Statistics::load(&path)
+}
+
+/// As `docs/formats.md` has it.
+fn content_hash(tensors: &Tensors, metadata: &Metadata) -> String {
+    let info = metadata.get("info").map_or("", String::as_str);
+    let mut lines = format!("info\0{}\n", Sha::of(info.as_bytes()));
+    tensors.iter().for_each(|(name, tensor)| lines += &format!("{name}\0{}\n", Sha::of(&tensor.bytes)));
+    Sha::of(lines.as_bytes()).to_string()
 }
 
 fn set(tensors: &mut Tensors, name: &str, at: usize, value: f64) {
@@ -143,8 +156,8 @@ fn files_of_other_kinds_and_versions_are_refused() {
         load_edited(move |_, m| drop(m.insert(key.into(), value.into()))).expect_err(key)
     };
     assert!(with("format", "wush-transforms").to_string().contains("wush-statistics"));
-    assert!(matches!(with("version", "2"), StatsError::Format(FormatError::Version { expected: 1, .. })));
-    for key in ["format", "version", "info"] {
+    assert!(matches!(with("version", "1"), StatsError::Format(FormatError::Version { expected: 2, .. })));
+    for key in ["format", "version", "info", "content_hash"] {
         load_edited(move |_, m| drop(m.remove(key))).expect_err(key);
     }
     assert!(with("info", "{}").to_string().contains("info"));
@@ -168,12 +181,61 @@ fn counts_that_contradict_each_other_are_refused() {
         ("sequence_hashes", serde_json::json!([])),
         ("sequence_hashes", serde_json::json!(["abc"])),
         ("positions", (-1).into()),
-        ("format_version", 2.into()),
+        ("format_version", 1.into()),
+        ("positions", 0.into()),
+        ("n_heads", 0.into()),
+        ("n_heads", 3.into()),
+        ("n_kv_heads", 1.into()),
+        ("n_kv_heads", 0.into()),
+        ("head_dim", 5.into()),
+        ("source", "\u{1b}[2J".into()),
+        ("model_id", "a\u{202e}b".into()),
         ("surprise", 1.into()),
     ] {
         let error = edit_info(key, value.clone()).expect_err(key);
         assert!(matches!(error, StatsError::Format(FormatError::Invalid { .. })), "{key} = {value}: {error}");
     }
+}
+
+#[test]
+fn damage_is_found_by_the_content_hash() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    statistics(&sequences(4, 1)).save(&path).expect("writes");
+    let whole = std::fs::read(&path).expect("reads");
+    let text = String::from_utf8_lossy(&whole[8..]).find("\\\"tool\\\":\\\"").expect("there") + 8 + 12;
+    // The lowest bit of the last f64, which no other check can see, and a letter of the description.
+    for (at, bit) in [(whole.len() - 8, 1), (text, 2)] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= bit;
+        std::fs::write(&path, bytes).expect("writes");
+        let error = Statistics::load(&path).expect_err("damaged");
+        assert!(error.to_string().contains("its content is not what was written"), "{error}");
+        assert!(error.hint().expect("a remedy").contains("make it again"));
+    }
+}
+
+#[test]
+fn positions_that_the_mean_key_rules_out_are_refused() {
+    // Keys (1 ± 3, 1 ∓ 3, 0, 0): along their mean they never vary, in each coordinate they do.
+    let mut few = statistics(&sequences(4, 1));
+    let layer = few.layers.get_mut(&0).expect("there");
+    let (dim, n) = (layer.head_dim(), few.info.positions as f64);
+    for head in 0..layer.n_kv_heads() {
+        let gram = layer.key_gram.head_mut(head);
+        gram.fill(0.0);
+        (gram[0], gram[1], gram[dim], gram[dim + 1]) = (10.0 * n, -8.0 * n, -8.0 * n, 10.0 * n);
+        layer.key_sum[head * dim..][..dim].fill(0.0);
+        layer.key_sum[head * dim..][..2].fill(n);
+    }
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    few.save(&path).expect("writes");
+    Statistics::load(&path).expect("the sums of exactly these positions");
+    few.info.positions -= 1;
+    few.save(&path).expect("writes");
+    let error = Statistics::load(&path).expect_err("one position less").to_string();
+    assert!(error.contains("layers.0.key_sum"), "{error}");
 }
 
 #[test]
@@ -184,5 +246,8 @@ fn what_could_not_be_loaded_is_not_saved() {
     statistics.layers.get_mut(&0).expect("there").value_gram.data[3] = f64::NAN;
     let error = statistics.save(&path).expect_err("NaN");
     assert!(error.to_string().contains("layers.0.value_gram"), "{error}");
+    let mut named = common::statistics(&sequences(2, 1));
+    named.info.source = "a\u{1b}[2J.txt".into();
+    assert!(named.save(&path).expect_err("an escape").to_string().contains("control character"));
     assert!(!path.exists());
 }
