@@ -11,6 +11,7 @@ use wush_tests::root;
 const ALLOWED: &[(&str, &[&str])] = &[
     ("wush-format", &[]),
     ("wush-transform", &[]),
+    ("wush-quant", &[]),
     ("wush-tests", &[]),
     ("wush-checkpoint", &["wush-format"]),
     ("wush-data", &["wush-format", "wush-checkpoint"]),
@@ -39,6 +40,8 @@ const FORBIDDEN: &[(&str, &str, &str)] = &[
     ("wush-format", "faer", "the runtime stands on the formats and keeps a small tree"),
     ("wush-format", "rayon", "the runtime stands on the formats and keeps a small tree"),
     ("wush-format", "tokenizers", "the runtime stands on the formats and keeps a small tree"),
+    ("wush-quant", "safetensors", "the quantizers know no files"),
+    ("wush-quant", "rayon", "whoever calls the quantizers decides about threads"),
     ("wush-transform", "safetensors", "the solver knows no files"),
     ("wush-transform", "rayon", "whoever calls the solver decides about threads"),
     ("wush-model", "safetensors", "the forward pass reads through the checkpoint"),

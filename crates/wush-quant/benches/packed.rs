@@ -1,0 +1,141 @@
+//! Speed of packing, unpacking and attention's two products, beside a copy of the same bytes: `cargo bench -p wush-quant`.
+//!
+//! One thread; 32,768 tokens of 8 KV heads, laid out as records one after another. `dot` and `axpy` run with one query and
+//! with four (a group of grouped-query attention). A copy reads and writes the packed bytes; for `pack` and `unpack`, the
+//! f32 numbers as well. `-- quick` prints one line each, the fastest of several runs; without it criterion measures.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, Throughput};
+use wush_quant::{Accumulators, Bits, Codec, Level, Method, Queries, Role, ScaleDtype};
+
+const N_TOKENS: usize = 32_768 * 8;
+const DIMS: [usize; 2] = [64, 128];
+/// Tokens a call: a page's worth and more, as a runtime would pass.
+const BLOCK: usize = 256;
+/// Repetitions of a quick timing; the fastest counts.
+const REPEATS: usize = 7;
+
+fn main() {
+    if std::env::args().any(|arg| arg == "quick") {
+        return quick();
+    }
+    let mut criterion = Criterion::default().configure_from_args();
+    for dim in DIMS {
+        for bits in Bits::ALL {
+            measure(&mut criterion, &mut Data::new(dim, bits, "quest"));
+        }
+    }
+    criterion.final_summary();
+}
+
+struct Data {
+    codec: Codec,
+    numbers: Vec<f32>,
+    packed: Vec<u8>,
+    copy: Vec<u8>,
+}
+
+impl Data {
+    fn new(dim: usize, bits: Bits, method: &str) -> Self {
+        let method: Method = method.parse().expect("a name");
+        let quantizer = method.quantizer(bits, Role::Key, ScaleDtype::Bf16).expect("in range");
+        let codec = Codec::new(dim, quantizer).expect("in range");
+        let mut state = 1u64;
+        let mut uniform = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u32 << 24) as f32 - 0.5
+        };
+        let numbers: Vec<f32> = (0..N_TOKENS * dim).map(|_| uniform() + uniform()).collect();
+        let mut packed = vec![0; N_TOKENS * codec.layout().n_bytes()];
+        codec.pack(&numbers, &mut packed).expect("in range");
+        let copy = packed.clone();
+        Self { codec, numbers, packed, copy }
+    }
+
+    fn copy(&mut self) {
+        self.copy.copy_from_slice(black_box(&self.packed));
+        black_box(&self.copy);
+    }
+
+    fn pack(&mut self) {
+        self.codec.pack(black_box(&self.numbers), &mut self.packed).expect("in range");
+    }
+
+    fn unpack(&mut self) {
+        self.codec.unpack(black_box(&self.packed), &mut self.numbers).expect("whole records");
+    }
+
+    fn dot(&self, group: usize) {
+        let queries = Queries::new(self.codec.layout(), &self.numbers[..group * self.codec.layout().head_dim()]);
+        let queries = queries.expect("whole");
+        let mut scores = vec![0.0; group * BLOCK];
+        for block in self.packed.chunks_exact(BLOCK * self.codec.layout().n_bytes()) {
+            self.codec.dot(&queries, black_box(block), &mut scores).expect("right lengths");
+            black_box(&scores);
+        }
+    }
+
+    fn axpy(&self, group: usize) {
+        let weights = vec![1.0 / N_TOKENS as f32; group * BLOCK];
+        let mut sums = Accumulators::new(self.codec.layout(), group);
+        for block in self.packed.chunks_exact(BLOCK * self.codec.layout().n_bytes()) {
+            self.codec.axpy(&weights, black_box(block), &mut sums).expect("right lengths");
+        }
+        black_box(&sums);
+    }
+}
+
+/// What is measured, by name.
+const ACTIONS: [(&str, fn(&mut Data)); 7] = [
+    ("copy", Data::copy),
+    ("pack", Data::pack),
+    ("unpack", Data::unpack),
+    ("dot, 1 query", |data| data.dot(1)),
+    ("dot, 4 queries", |data| data.dot(4)),
+    ("axpy, 1 query", |data| data.axpy(1)),
+    ("axpy, 4 queries", |data| data.axpy(4)),
+];
+
+fn measure(criterion: &mut Criterion, data: &mut Data) {
+    let (dim, bits) = (data.codec.layout().head_dim(), data.codec.layout().bits().get());
+    let mut group = criterion.benchmark_group(format!("d {dim}, {bits} bits"));
+    group.sample_size(10).measurement_time(Duration::from_secs(2)).throughput(Throughput::Elements(N_TOKENS as u64));
+    for (name, action) in ACTIONS {
+        group.bench_function(name, |bencher| bencher.iter(|| action(data)));
+    }
+    group.finish();
+}
+
+fn quick() {
+    let levels: &[Level] = if std::env::args().any(|arg| arg == "levels") { &Level::ALL } else { &[Level::Avx512] };
+    for method in ["quest", "oscar"] {
+        for (dim, bits) in DIMS.into_iter().flat_map(|dim| Bits::ALL.map(|bits| (dim, bits))) {
+            let mut data = Data::new(dim, bits, method);
+            for &level in levels {
+                let Ok(codec) = data.codec.at(level) else { continue };
+                data.codec = codec;
+                let mut line = format!("{method:5} d {dim:3}, {} bits, {}:", bits.get(), level.name());
+                let mut copy = 0.0;
+                for (name, action) in ACTIONS {
+                    let seconds = fastest(|| action(&mut data));
+                    copy = if name == "copy" { seconds } else { copy };
+                    let rate = N_TOKENS as f64 / seconds / 1e6;
+                    let gigabytes = data.packed.len() as f64 / seconds / 1e9;
+                    line += &format!(" {name} {rate:.0} M/s, {gigabytes:.1} GB/s, x{:.2};", seconds / copy);
+                }
+                println!("{line}");
+            }
+        }
+    }
+}
+
+fn fastest(mut work: impl FnMut()) -> f64 {
+    let time = |work: &mut dyn FnMut()| {
+        let start = Instant::now();
+        work();
+        start.elapsed().as_secs_f64()
+    };
+    (0..REPEATS).map(|_| time(&mut work)).fold(f64::INFINITY, f64::min)
+}

@@ -1,0 +1,111 @@
+//! What stays on this side of the two products: queries, and sums of values, in the order of the packed codes. Enters and
+//! leaves: plain rows `[queries, d]`. The reordering is done once a query, not once a token.
+
+use crate::codec::check_length;
+use crate::layout::{LANES, Rows};
+use crate::{Layout, QuantError, Result};
+
+/// One row of lanes.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[repr(align(64))]
+pub(crate) struct Row(pub(crate) [f32; LANES]);
+
+/// Queries of one KV head, reordered for [`Codec::dot`](crate::Codec::dot), each with its `Σ qᵢ`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Queries {
+    layout: Layout,
+    /// `[rows, queries]`; zero in lanes that hold no coordinate.
+    pub(crate) rows: Vec<Row>,
+    /// `Σ qᵢ` in f64, rounded once.
+    pub(crate) sums: Vec<f32>,
+}
+
+impl Queries {
+    /// From `queries`, `[n, d]`: the query heads of one KV head, of one or more positions.
+    ///
+    /// # Errors
+    /// `Length` unless d divides it.
+    pub fn new(layout: &Layout, queries: &[f32]) -> Result<Self> {
+        let head_dim = layout.head_dim();
+        let n_queries = queries.len() / head_dim;
+        check_length("queries", n_queries * head_dim, queries.len())?;
+        let order = Rows::new(layout);
+        let mut rows = vec![Row::default(); order.n_rows() * n_queries];
+        order.for_each(|row, lane, coordinate| {
+            for (query, lanes) in rows[row * n_queries..][..n_queries].iter_mut().enumerate() {
+                lanes.0[lane] = queries[query * head_dim + coordinate];
+            }
+        });
+        let sum = |query: &[f32]| query.iter().map(|&q| f64::from(q)).sum::<f64>() as f32;
+        let sums = queries.chunks_exact(head_dim).map(sum).collect();
+        Ok(Self { layout: *layout, rows, sums })
+    }
+
+    /// Queries held.
+    pub fn n_queries(&self) -> usize {
+        self.sums.len()
+    }
+
+    pub(crate) fn check(&self, layout: &Layout) -> Result<()> {
+        if self.layout == *layout { Ok(()) } else { Err(QuantError::OtherLayout { what: "queries" }) }
+    }
+}
+
+/// Weighted sums of packed values, one a query, in the order of the codes; built up by [`Codec::axpy`](crate::Codec::axpy)
+/// over any number of blocks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Accumulators {
+    layout: Layout,
+    /// `Σ_t w_t scale_t code_t`, `[rows, queries]`.
+    pub(crate) rows: Vec<Row>,
+    /// `Σ_t w_t scale_t zero_t`, one a query.
+    pub(crate) offsets: Vec<f32>,
+}
+
+impl Accumulators {
+    /// Zeros for `n_queries` queries.
+    pub fn new(layout: &Layout, n_queries: usize) -> Self {
+        let rows = vec![Row::default(); Rows::new(layout).n_rows() * n_queries];
+        Self { layout: *layout, rows, offsets: vec![0.0; n_queries] }
+    }
+
+    /// Queries held.
+    pub fn n_queries(&self) -> usize {
+        self.offsets.len()
+    }
+
+    /// Back to zeros.
+    pub fn clear(&mut self) {
+        self.rows.fill(Row::default());
+        self.offsets.fill(0.0);
+    }
+
+    /// Multiplies one query's sum: what an online softmax does when its maximum rises. No effect beyond the last query.
+    pub fn rescale(&mut self, query: usize, factor: f32) {
+        let n_queries = self.n_queries();
+        if let Some(offset) = self.offsets.get_mut(query) {
+            *offset *= factor;
+            let rows = self.rows[query..].iter_mut().step_by(n_queries);
+            rows.for_each(|row| row.0.iter_mut().for_each(|x| *x *= factor));
+        }
+    }
+
+    /// Adds the sums to `out`, `[queries, d]`.
+    ///
+    /// # Errors
+    /// `Length`.
+    pub fn add_to(&self, out: &mut [f32]) -> Result<()> {
+        let (head_dim, n_queries) = (self.layout.head_dim(), self.n_queries());
+        check_length("sums", n_queries * head_dim, out.len())?;
+        Rows::new(&self.layout).for_each(|row, lane, coordinate| {
+            for (query, (sums, offset)) in self.rows[row * n_queries..].iter().zip(&self.offsets).enumerate() {
+                out[query * head_dim + coordinate] += sums.0[lane] - offset;
+            }
+        });
+        Ok(())
+    }
+
+    pub(crate) fn check(&self, layout: &Layout) -> Result<()> {
+        if self.layout == *layout { Ok(()) } else { Err(QuantError::OtherLayout { what: "accumulators" }) }
+    }
+}

@@ -1,0 +1,129 @@
+//! The machine's vector instructions: which there are, and the loops compiled for each.
+//!
+//! Most loops are plain Rust ([`Work`], `plain`), compiled three times and vectorized by the compiler; the two products of
+//! attention are written for AVX-512 besides (`avx512`). All `unsafe` of this crate is below this module: calls of functions
+//! compiled for more than the baseline, behind the check that the machine has it, and unaligned loads.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod plain;
+
+use crate::Layout;
+use crate::attention::{Accumulators, Queries};
+use crate::layout::Rows;
+
+/// Vector instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Level {
+    /// What every machine of this architecture has.
+    Portable,
+    /// AVX2 with fused multiply-add.
+    Avx2,
+    /// AVX-512 F, BW and VL.
+    Avx512,
+}
+
+impl Level {
+    /// From narrow to wide.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// The widest that this machine has.
+    pub fn widest() -> Self {
+        Self::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Self::Portable)
+    }
+
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+
+    /// For messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "AVX2",
+            Self::Avx512 => "AVX-512",
+        }
+    }
+}
+
+/// A loop that the compiler vectorizes.
+pub(crate) trait Work {
+    type Output;
+
+    /// Runs it; must be `#[inline(always)]`, so that it is compiled into its caller's instructions. `FMA` tells whether
+    /// `mul_add` is one instruction there.
+    fn run<const FMA: bool>(self) -> Self::Output;
+}
+
+/// Whether the baseline itself fuses multiply and add.
+const BASELINE_FMA: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
+
+/// Runs a loop compiled for `level`, which this machine has: a [`Level`] other than `Portable` reaches a codec only through
+/// [`Level::widest`] or [`Codec::at`](crate::Codec::at), and both ask.
+#[inline]
+pub(crate) fn run<W: Work>(level: Level, work: W) -> W::Output {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX2 and FMA, see above.
+        Level::Avx2 => unsafe { run_avx2(work) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX-512 F, BW and VL, see above.
+        Level::Avx512 => unsafe { run_avx512(work) },
+        _ => work.run::<BASELINE_FMA>(),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn run_avx2<W: Work>(work: W) -> W::Output {
+    work.run::<true>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl")]
+fn run_avx512<W: Work>(work: W) -> W::Output {
+    work.run::<true>()
+}
+
+/// See [`Codec::dot`](crate::Codec::dot); lengths are right.
+pub(crate) fn dot(level: Level, layout: &Layout, order: &Rows, queries: &Queries, packed: &[u8], scores: &mut [f32]) {
+    let dot = plain::Dot { layout, order, queries, packed, scores };
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX-512 F, BW and VL, see `run`.
+        Level::Avx512 => unsafe { avx512::dot(dot) },
+        _ => run(level, dot),
+    }
+}
+
+/// See [`Codec::axpy`](crate::Codec::axpy); lengths are right.
+pub(crate) fn axpy(
+    level: Level,
+    layout: &Layout,
+    order: &Rows,
+    weights: &[f32],
+    packed: &[u8],
+    sums: &mut Accumulators,
+) {
+    let axpy = plain::Axpy { layout, order, weights, packed, sums };
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX-512 F, BW and VL, see `run`.
+        Level::Avx512 => unsafe { avx512::axpy(axpy) },
+        _ => run(level, axpy),
+    }
+}
