@@ -11,9 +11,11 @@ use std::time::Instant;
 use faer::{Accum, MatMut, MatRef, Par, linalg::matmul::matmul};
 use wush_checkpoint::Checkpoint;
 use wush_format::monitor::Quiet;
+use wush_model::Result;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
-use wush_model::decoder::{Decoder, Observer};
+use wush_model::decoder::Decoder;
+use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
 
 /// As in the binary.
@@ -93,24 +95,19 @@ fn fastest(mut work: impl FnMut()) -> f64 {
     (0..REPEATS).map(once).fold(f64::INFINITY, f64::min)
 }
 
-struct Grams<'a> {
-    spec: &'a ModelSpec,
-    sum: Vec<f64>,
-}
+/// Takes the moments as a calibration does, and lets them go.
+struct Watch<'a>(&'a ModelSpec);
 
-impl<B: Backend> Observer<B> for Grams<'_> {
-    fn qkv(
-        &mut self,
-        backend: &B,
-        layer: usize,
-        q: &B::Tensor,
-        k: &B::Tensor,
-        v: &B::Tensor,
-    ) -> wush_model::Result<()> {
-        let attn = &self.spec.layers[layer].attn;
-        for x in [q, k, v] {
-            backend.gram(x, attn.n_kv_heads, attn.head_dim, &mut self.sum);
-        }
+impl<B: Backend> Observer<B> for Watch<'_> {
+    type Seen = Moments;
+
+    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
+        let attn = &self.0.layers[layer].attn;
+        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+    }
+
+    fn add(&mut self, _layer: usize, seen: Moments) -> Result<()> {
+        std::hint::black_box(seen);
         Ok(())
     }
 }
@@ -120,11 +117,9 @@ fn calibration(dir: &Path) {
     let spec = wush_model::arch::resolve(&checkpoint, None).expect("a supported family");
     let sequences = tokens(spec.vocab_size);
     let n_tokens: usize = sequences.iter().map(Vec::len).sum();
-    let attn = &spec.layers[0].attn;
-    let mut grams = Grams { spec: &spec, sum: vec![0.0; attn.n_kv_heads * attn.head_dim * attn.head_dim] };
     let decoder = Decoder::new(&checkpoint, &spec, &Cpu);
     let start = Instant::now();
-    decoder.observe(&sequences, &mut grams, &Quiet).expect("the forward pass runs");
+    decoder.observe(&sequences, &mut Watch(&spec), &Quiet).expect("the forward pass runs");
     let seconds = start.elapsed().as_secs_f64();
     println!("calibration: {n_tokens} tokens in {seconds:.2} s, {:.0} tokens/s", n_tokens as f64 / seconds);
 }

@@ -13,7 +13,8 @@ use wush_format::monitor::Quiet;
 use wush_format::tensor_file::TensorFile;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
-use wush_model::decoder::{Decoder, Observer};
+use wush_model::decoder::Decoder;
+use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
 
 struct Grams<'a> {
@@ -22,20 +23,23 @@ struct Grams<'a> {
 }
 
 impl<B: Backend> Observer<B> for Grams<'_> {
-    fn qkv(
-        &mut self,
+    type Seen = Moments;
+
+    fn see(
+        &self,
         backend: &B,
         layer: usize,
         q: &B::Tensor,
         k: &B::Tensor,
         v: &B::Tensor,
-    ) -> wush_model::Result<()> {
+    ) -> wush_model::Result<Moments> {
         let attn = &self.spec.layers[layer].attn;
-        let size = attn.n_kv_heads * attn.head_dim * attn.head_dim;
-        for (name, x) in [("gram_q", q), ("gram_k", k), ("gram_v", v)] {
-            let sum = self.sums.entry((layer, name)).or_insert_with(|| vec![0.0; size]);
-            backend.gram(x, attn.n_kv_heads, attn.head_dim, sum);
-        }
+        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+    }
+
+    fn add(&mut self, layer: usize, seen: Moments) -> wush_model::Result<()> {
+        let named = [("gram_q", seen.query_gram), ("gram_k", seen.key_gram), ("gram_v", seen.value_gram)];
+        self.sums.extend(named.map(|(name, gram)| ((layer, name), gram)));
         Ok(())
     }
 }

@@ -15,7 +15,8 @@ use wush_format::monitor::Monitor;
 use crate::backend::{AttentionShape, Backend, Mlp};
 use crate::error::{ModelError, Result};
 use crate::layer::{Layer, Norm};
-use crate::rope::RopeTable;
+use crate::observer::Observer;
+use crate::rope::{RopeTable, RopeTables};
 use crate::spec::{AttentionSpec, LayerSpec, MlpSpec, ModelSpec, QkNorm};
 use crate::weights;
 
@@ -25,15 +26,6 @@ pub const GROUP_TOKENS: usize = 8192;
 
 /// Positions whose logits are computed together.
 const LOGIT_ROWS: usize = 128;
-
-/// Sees what the attention product gets. `q` is `[tokens, n_heads * d]`, `k` and `v` `[tokens, n_kv_heads * d]`.
-pub trait Observer<B: Backend> {
-    /// Called once for every sequence and layer; sequences in order within a layer.
-    ///
-    /// # Errors
-    /// Whatever stops the forward pass, such as [`ModelError::NonFinite`].
-    fn qkv(&mut self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<()>;
-}
 
 /// A decoder bound to a checkpoint and a device.
 pub struct Decoder<'a, B: Backend> {
@@ -64,9 +56,6 @@ enum Depth {
     /// Run the whole layer.
     Full,
 }
-
-/// Rotary tables, one a distinct (rope, length) pair, shared by layers.
-type Tables = Vec<(usize, usize, RopeTable)>;
 
 impl<'a, B: Backend> Decoder<'a, B> {
     /// Binds a checkpoint to a device. `spec` must come from [`crate::arch::resolve`] for this checkpoint: it has
@@ -103,7 +92,12 @@ impl<'a, B: Backend> Decoder<'a, B> {
     ///
     /// # Errors
     /// `Sequence` for ids or lengths that the model cannot take; `Interrupted`; the observer's own.
-    pub fn observe(&self, sequences: &[Vec<u32>], observer: &mut dyn Observer<B>, monitor: &dyn Monitor) -> Result<()> {
+    pub fn observe<O: Observer<B>>(
+        &self,
+        sequences: &[Vec<u32>],
+        observer: &mut O,
+        monitor: &dyn Monitor,
+    ) -> Result<()> {
         self.check(sequences)?;
         for group in groups(sequences, GROUP_TOKENS) {
             self.observe_group(&sequences[group], observer, monitor)?;
@@ -111,31 +105,38 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(())
     }
 
-    fn observe_group(
+    fn observe_group<O: Observer<B>>(
         &self,
         sequences: &[Vec<u32>],
-        observer: &mut dyn Observer<B>,
+        observer: &mut O,
         monitor: &dyn Monitor,
     ) -> Result<()> {
         let mut hidden = self.embed(sequences)?;
-        let mut tables = Tables::new();
+        let mut tables = RopeTables::default();
         let n_layers = self.spec.layers.len();
+        let n_tokens: usize = sequences.iter().map(Vec::len).sum();
         let mut ticks = Ticks { n_layers: n_layers as u64, done: 0, told: 0 };
         for id in 0..n_layers {
             let layer = Layer::load(self.checkpoint, &self.spec.layers[id], self.backend)?;
             let depth = if id + 1 == n_layers { Depth::Observe } else { Depth::Full };
-            for (sequence, x) in sequences.iter().zip(&mut hidden) {
+            let rope = self.spec.layers[id].attn.rope.as_ref();
+            tables.prepare(rope, sequences.iter().map(Vec::len));
+            let watched: &O = observer;
+            let step = |(x, ids): (&mut B::Tensor, &Vec<u32>)| {
                 if monitor.interrupted() {
                     return Err(ModelError::Interrupted);
                 }
-                let (qkv, normed) = self.qkv(id, &layer, x, &mut tables, sequence.len());
-                observer.qkv(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
-                drop(normed);
+                let qkv = self.qkv(id, &layer, x, tables.of(rope, ids.len()));
+                let seen = watched.see(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
                 if depth == Depth::Full {
                     self.finish_layer(id, &layer, x, qkv);
                 }
-                monitor.advance(ticks.add(sequence.len() as u64));
-            }
+                Ok(seen)
+            };
+            // A sequence stays on one thread as long as there is one for every thread: no waiting inside a layer.
+            let seen: Vec<Result<O::Seen>> = hidden.par_iter_mut().zip(sequences).map(step).collect();
+            seen.into_iter().try_for_each(|seen| observer.add(id, seen?))?;
+            monitor.advance(ticks.add(n_tokens as u64));
         }
         Ok(())
     }
@@ -148,10 +149,12 @@ impl<'a, B: Backend> Decoder<'a, B> {
         let sequences = [ids.to_vec()];
         self.check(&sequences)?;
         let mut x = self.embed(&sequences)?.pop().expect("one sequence in, one out");
-        let mut tables = Tables::new();
+        let mut tables = RopeTables::default();
         for (id, spec) in self.spec.layers.iter().enumerate() {
             let layer = Layer::load(self.checkpoint, spec, self.backend)?;
-            let (qkv, _) = self.qkv(id, &layer, &x, &mut tables, ids.len());
+            let rope = spec.attn.rope.as_ref();
+            tables.prepare(rope, [ids.len()]);
+            let qkv = self.qkv(id, &layer, &x, tables.of(rope, ids.len()));
             self.finish_layer(id, &layer, &mut x, qkv);
             self.check_finite(&x, "hidden states", id)?;
         }
@@ -206,8 +209,11 @@ impl<'a, B: Backend> Decoder<'a, B> {
         let layer = self.spec.layers.iter().map(layer_elements).max().unwrap_or(0);
         let attn =
             self.spec.layers.iter().map(|l| l.attn.head_dim * (2 * l.attn.n_heads + 2 * l.attn.n_kv_heads)).max();
-        let resident = max_len.max(GROUP_TOKENS) * self.spec.hidden_size;
-        let working = max_len * (attn.unwrap_or(0) + 3 * self.spec.hidden_size);
+        let group = max_len.max(GROUP_TOKENS);
+        let resident = group * self.spec.hidden_size;
+        // Every thread may have a sequence of its own in work.
+        let in_work = max_len.saturating_mul(rayon::current_num_threads()).min(group);
+        let working = in_work * (attn.unwrap_or(0) + 3 * self.spec.hidden_size);
         let bytes = |elements: usize| elements as u64 * size_of::<f32>() as u64;
         Memory { layer: bytes(layer), activations: bytes(resident + working) }
     }
@@ -231,25 +237,16 @@ impl<'a, B: Backend> Decoder<'a, B> {
     }
 
     /// Queries, keys and values as the attention product gets them.
-    fn qkv(
-        &self,
-        id: usize,
-        layer: &Layer<B>,
-        x: &B::Tensor,
-        tables: &mut Tables,
-        n_tokens: usize,
-    ) -> (Qkv<B::Tensor>, Option<B::Tensor>) {
+    fn qkv(&self, id: usize, layer: &Layer<B>, x: &B::Tensor, table: Option<&RopeTable>) -> Qkv<B::Tensor> {
         let spec = &self.spec.layers[id].attn;
         let normed = layer.attn_pre_norm.as_ref().map(|norm| norm.apply(self.backend, x));
         let input = normed.as_ref().unwrap_or(x);
         let mut q = layer.q.apply(self.backend, input);
         let mut k = layer.k.apply(self.backend, input);
         let v = layer.v.apply(self.backend, input);
-        let table = spec.rope.is_some().then(|| self.table(id, n_tokens, tables));
-        let table = table.map(|at| &tables[at].2);
         self.norm_and_rotate(&mut q, spec, &spec.q_norm, layer.q_norm.as_ref(), table);
         self.norm_and_rotate(&mut k, spec, &spec.k_norm, layer.k_norm.as_ref(), table);
-        (Qkv { q, k, v }, normed)
+        Qkv { q, k, v }
     }
 
     fn norm_and_rotate(
@@ -271,16 +268,6 @@ impl<'a, B: Backend> Decoder<'a, B> {
             QkNorm::None => None,
         };
         self.backend.head_norm_rope(x, spec.head_dim, per_head, table);
-    }
-
-    /// Index in `tables` of this layer's rotary table.
-    fn table(&self, id: usize, n_tokens: usize, tables: &mut Tables) -> usize {
-        let rope = self.spec.layers[id].attn.rope.as_ref().expect("asked for layers with RoPE only");
-        let same = |other: usize| self.spec.layers[other].attn.rope.as_ref() == Some(rope);
-        tables.iter().position(|&(other, n, _)| n == n_tokens && same(other)).unwrap_or_else(|| {
-            tables.push((id, n_tokens, rope.table(n_tokens)));
-            tables.len() - 1
-        })
     }
 
     /// The rest of the layer after q, k and v: attention, output projection, MLP, residuals.

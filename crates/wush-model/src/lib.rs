@@ -7,6 +7,7 @@ pub mod arch;
 pub mod backend;
 pub mod cpu;
 pub mod decoder;
+pub mod observer;
 pub mod rope;
 pub mod spec;
 pub mod weights;

@@ -81,6 +81,28 @@ impl RopeSpec {
     }
 }
 
+/// Rotary tables of a run, one a distinct (RoPE, length) pair, shared by layers and sequences.
+#[derive(Debug, Default)]
+pub(crate) struct RopeTables(Vec<(RopeSpec, usize, RopeTable)>);
+
+impl RopeTables {
+    /// Makes the tables that a layer needs for sequences of these lengths, where they are not there yet.
+    pub fn prepare(&mut self, rope: Option<&RopeSpec>, lengths: impl IntoIterator<Item = usize>) {
+        let Some(rope) = rope else { return };
+        for n_tokens in lengths {
+            if self.of(Some(rope), n_tokens).is_none() {
+                self.0.push((rope.clone(), n_tokens, rope.table(n_tokens)));
+            }
+        }
+    }
+
+    /// The table of a layer and a length that were prepared; none without RoPE.
+    pub fn of(&self, rope: Option<&RopeSpec>, n_tokens: usize) -> Option<&RopeTable> {
+        let same = |(other, n, _): &&(RopeSpec, usize, RopeTable)| *n == n_tokens && Some(other) == rope;
+        self.0.iter().find(same).map(|(_, _, table)| table)
+    }
+}
+
 /// ω_i = theta^{-2i/d} for i < d/2, rounded where the reference rounds: the exponent 2i/d, the power and its
 /// reciprocal are f32 each. (One f64 formula rounded once differs by up to 4e-7 relative when d is no power of two: an
 /// angle of 0.01 at position 32768.)

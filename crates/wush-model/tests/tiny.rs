@@ -8,7 +8,8 @@ use wush_format::tensor_file::TensorFile;
 use wush_model::arch;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
-use wush_model::decoder::{Decoder, Observer};
+use wush_model::decoder::Decoder;
+use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result};
 
@@ -25,24 +26,21 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny")
 }
 
-/// Grams of one layer: key, query, value, f64 `[n_kv, d, d]`.
-#[derive(Clone)]
-struct Grams([Vec<f64>; 3]);
-
 struct Collector<'a> {
     spec: &'a ModelSpec,
-    layers: Vec<Option<Grams>>,
+    layers: Vec<Option<Moments>>,
 }
 
 impl<B: Backend> Observer<B> for Collector<'_> {
-    fn qkv(&mut self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<()> {
+    type Seen = Moments;
+
+    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
         let attn = &self.spec.layers[layer].attn;
-        let (n_kv, d) = (attn.n_kv_heads, attn.head_dim);
-        let mut grams = Grams(std::array::from_fn(|_| vec![0.0; n_kv * d * d]));
-        for (x, into) in [k, q, v].into_iter().zip(&mut grams.0) {
-            backend.gram(x, n_kv, d, into);
-        }
-        assert!(self.layers[layer].replace(grams).is_none(), "layer {layer} was seen twice");
+        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+    }
+
+    fn add(&mut self, layer: usize, seen: Moments) -> Result<()> {
+        assert!(self.layers[layer].replace(seen).is_none(), "layer {layer} was seen twice");
         Ok(())
     }
 }
@@ -103,10 +101,11 @@ fn check_sequence(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> s
     let mut collector = Collector { spec, layers: vec![None; spec.layers.len()] };
     decoder.observe(std::slice::from_ref(&ids), &mut collector, &Quiet)?;
     let place = format!("{} {}", ckpt.dir().display(), golden.sequence);
-    for (layer, grams) in collector.layers.iter().enumerate() {
-        let grams = grams.as_ref().unwrap_or_else(|| panic!("{place}: layer {layer} was not observed"));
+    for (layer, seen) in collector.layers.iter().enumerate() {
+        let seen = seen.as_ref().unwrap_or_else(|| panic!("{place}: layer {layer} was not observed"));
         let attn = &spec.layers[layer].attn;
-        for (gram, role) in grams.0.iter().zip(["gram_k", "gram_q", "gram_v"]) {
+        let named = [("gram_k", &seen.key_gram), ("gram_q", &seen.query_gram), ("gram_v", &seen.value_gram)];
+        for (role, gram) in named {
             let expected = golden.f32(&format!("layers.{layer}.{role}"));
             let deviation = gram_deviation(gram, &expected, attn.n_kv_heads, attn.head_dim);
             assert!(deviation <= GRAM_REL_TOL, "{place}: layer {layer} {role}: off by {deviation:e}");

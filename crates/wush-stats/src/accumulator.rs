@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 
 use wush_format::hash::sequence_hash;
 use wush_format::transforms::HeadMatrices;
-use wush_model::ModelError;
 use wush_model::backend::Backend;
-use wush_model::decoder::Observer;
+use wush_model::observer::{Moments, Observer};
+use wush_model::{ModelError, Result as ModelResult};
 
 use crate::statistics::{LayerStats, Statistics};
 use crate::{Result, StatsError};
@@ -62,6 +62,11 @@ impl<'a> Accumulator<'a> {
         Ok(())
     }
 
+    fn sums(&self, layer: usize) -> ModelResult<&LayerStats> {
+        let detail = || format!("layer {layer} is not in the statistics");
+        self.statistics.layers.get(&layer).ok_or_else(|| ModelError::Sequence { sequence: 0, detail: detail() })
+    }
+
     /// The index of this call's sequence within the pass.
     fn next_sequence(&mut self, layer: usize) -> usize {
         let observed = self.observed.entry(layer).or_default();
@@ -71,14 +76,14 @@ impl<'a> Accumulator<'a> {
 }
 
 impl<B: Backend> Observer<B> for Accumulator<'_> {
-    fn qkv(
-        &mut self,
-        backend: &B,
-        layer: usize,
-        q: &B::Tensor,
-        k: &B::Tensor,
-        v: &B::Tensor,
-    ) -> Result<(), ModelError> {
+    type Seen = Moments;
+
+    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> ModelResult<Moments> {
+        let sums = self.sums(layer)?;
+        Ok(Moments::of(backend, sums.n_kv_heads(), sums.head_dim(), [q, k, v]))
+    }
+
+    fn add(&mut self, layer: usize, seen: Moments) -> ModelResult<()> {
         let index = self.next_sequence(layer);
         // Counted over the whole run, earlier passes included.
         let sequence = self.statistics.info.sequence_hashes.len() + index;
@@ -86,15 +91,18 @@ impl<B: Backend> Observer<B> for Accumulator<'_> {
             let detail = format!("layer {layer} was shown more sequences than the {} announced", self.sequences.len());
             return Err(ModelError::Sequence { sequence, detail });
         }
+        self.sums(layer)?;
         self.statistics.unfinished = true;
-        let Some(sums) = self.statistics.layers.get_mut(&layer) else {
-            return Err(ModelError::Sequence { sequence, detail: format!("layer {layer} is not in the statistics") });
-        };
-        let (n_kv_heads, dim) = (sums.n_kv_heads(), sums.head_dim());
-        backend.gram(q, n_kv_heads, dim, &mut sums.query_gram.data);
-        backend.gram(k, n_kv_heads, dim, &mut sums.key_gram.data);
-        backend.gram(v, n_kv_heads, dim, &mut sums.value_gram.data);
-        backend.column_sum(k, &mut sums.key_sum);
+        let sums = self.statistics.layers.get_mut(&layer).expect("looked up above");
+        let pairs = [
+            (&mut sums.query_gram.data, seen.query_gram),
+            (&mut sums.key_gram.data, seen.key_gram),
+            (&mut sums.value_gram.data, seen.value_gram),
+            (&mut sums.key_sum, seen.key_sum),
+        ];
+        for (sum, part) in pairs {
+            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        }
         match first_non_finite(sums) {
             None => Ok(()),
             Some(what) => Err(ModelError::NonFinite { layer, what, sequence }),

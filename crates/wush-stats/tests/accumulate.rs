@@ -2,12 +2,10 @@
 
 mod common;
 
-use common::{SHAPES, Shape, Source, info, observe, qkv, sequences, spec, statistics, write_checkpoint};
+use common::{SHAPES, Shape, Source, info, observe, qkv, sequences, show, spec, statistics, write_checkpoint};
 use wush_checkpoint::Checkpoint;
 use wush_format::hash::sequence_hash;
 use wush_model::ModelError;
-use wush_model::cpu::Cpu;
-use wush_model::decoder::Observer;
 use wush_stats::{Accumulator, Statistics, StatsError, output_gram};
 
 fn bytes(statistics: &Statistics) -> Vec<u8> {
@@ -63,7 +61,7 @@ fn what_is_not_finite_is_named_with_layer_tensor_and_sequence() {
             let mut poisoned = qkv(&sequences[1], 1);
             *poisoned[tensor].data.last_mut().expect("not empty") = value;
             let [q, k, v] = &poisoned;
-            let error = Observer::qkv(&mut accumulator, &Cpu, 1, q, k, v).expect_err("not finite");
+            let error = show(&mut accumulator, 1, [q, k, v]).expect_err("not finite");
             // Two sequences were counted by an earlier pass.
             assert!(
                 matches!(error, ModelError::NonFinite { layer: 1, what: found, sequence: 3 } if found == what),
@@ -77,7 +75,7 @@ fn accumulator_pass(accumulator: &mut Accumulator<'_>, sequences: &[Vec<u32>]) {
     for layer in 0..SHAPES.len() {
         for ids in sequences {
             let [q, k, v] = qkv(ids, layer);
-            accumulator.qkv(&Cpu, layer, &q, &k, &v).expect("finite");
+            show(accumulator, layer, [&q, &k, &v]).expect("finite");
         }
     }
 }
@@ -90,7 +88,7 @@ fn huge_finite_activations_are_summed() {
     let mut accumulator = Accumulator::new(&mut statistics, &sequences);
     let [q, mut k, v] = qkv(&sequences[0], 0);
     k.data[0] = f32::MAX;
-    accumulator.qkv(&Cpu, 0, &q, &k, &v).expect("finite");
+    show(&mut accumulator, 0, [&q, &k, &v]).expect("finite");
     accumulator.finish().expect("complete");
     assert!(statistics.layers[&0].key_gram.data[0] > 1e76);
 }
@@ -117,10 +115,10 @@ fn more_sequences_or_layers_than_announced_are_refused() {
     let mut accumulator = Accumulator::new(&mut statistics, &sequences);
     accumulator_pass(&mut accumulator, &sequences);
     let [q, k, v] = qkv(&sequences[0], 0);
-    let error = accumulator.qkv(&Cpu, 0, &q, &k, &v).expect_err("one too many");
+    let error = show(&mut accumulator, 0, [&q, &k, &v]).expect_err("one too many");
     assert!(matches!(error, ModelError::Sequence { sequence: 1, .. }), "{error}");
     let mut accumulator = Accumulator::new(&mut statistics, &sequences);
-    let error = accumulator.qkv(&Cpu, 7, &q, &k, &v).expect_err("no such layer");
+    let error = show(&mut accumulator, 7, [&q, &k, &v]).expect_err("no such layer");
     assert!(error.to_string().contains("layer 7"), "{error}");
 }
 

@@ -4,11 +4,10 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{Shape, info, spec, write_checkpoint};
+use common::{Shape, info, show, spec, write_checkpoint};
 use wush_checkpoint::Checkpoint;
 use wush_format::tensor_file::TensorFile;
-use wush_model::cpu::{Cpu, Rows};
-use wush_model::decoder::Observer;
+use wush_model::cpu::Rows;
 use wush_stats::{Accumulator, Statistics, output_gram};
 
 /// The oracle's f64 activations and weights are rounded to f32 (2^-24 each) on their way in; a product carries two such
@@ -71,7 +70,7 @@ impl Module {
         for sequence in 0..self.n_sequences {
             let q = self.rows(sequence, "Q", self.shape.n_heads);
             let [k, v] = ["K", "V"].map(|key| self.rows(sequence, key, self.shape.n_kv_heads));
-            accumulator.qkv(&Cpu, 0, &q, &k, &v).expect("finite");
+            show(&mut accumulator, 0, [&q, &k, &v]).expect("finite");
         }
         accumulator.finish().expect("complete");
         let dir = tempfile::tempdir().expect("a temporary directory");

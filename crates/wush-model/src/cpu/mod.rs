@@ -7,6 +7,7 @@ mod attention;
 mod elementwise;
 mod gram;
 mod matmul;
+mod mlp;
 mod product;
 mod widen;
 
@@ -18,13 +19,13 @@ use wush_format::tensor_file::TensorView;
 use crate::backend::{AttentionShape, Backend, Mlp};
 use crate::rope::RopeTable;
 use crate::spec::Activation;
-use matmul::matmul_transposed;
+use matmul::matmul;
 
 /// The CPU, through rayon's current thread pool.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Cpu;
 
-/// A row-major f32 matrix: activations `[tokens, width]` or weights `[out, in]`.
+/// A row-major f32 matrix: activations `[tokens, width]` or weights `[in, out]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rows {
     /// Number of rows.
@@ -49,8 +50,6 @@ impl Rows {
 
 /// Rows of activations that one task of an elementwise operation takes.
 const ROWS_PER_TASK: usize = 64;
-/// Rows of activations that pass through the MLP on one thread: bounds its two intermediate buffers.
-const MLP_ROWS: usize = 256;
 /// Rows of the output head that one task widens and multiplies.
 const VOCAB_ROWS: usize = 2048;
 
@@ -60,8 +59,8 @@ impl Backend for Cpu {
     type Vector = Vec<f32>;
 
     fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> Rows {
-        let width = view.shape[1];
-        Rows { n_rows: rows.len(), width, data: widen::rows(view, width, rows) }
+        let depth = view.shape[1];
+        Rows { n_rows: depth, width: rows.len(), data: widen::transposed(view, depth, rows) }
     }
 
     fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Vec<f32> {
@@ -94,7 +93,7 @@ impl Backend for Cpu {
     }
 
     fn linear(&self, x: &Rows, weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
-        let mut out = Rows { n_rows: x.n_rows, width: weight.n_rows, data: Vec::new() };
+        let mut out = Rows { n_rows: x.n_rows, width: weight.width, data: Vec::new() };
         linear_into(&mut out.data, &x.data, weight, bias);
         out
     }
@@ -118,19 +117,7 @@ impl Backend for Cpu {
     }
 
     fn gated_mlp(&self, x: &Rows, mlp: &Mlp<'_, Self>, activation: Activation) -> Rows {
-        let mut out = Rows::zeros(x.n_rows, mlp.down.n_rows);
-        let blocks = x.data.par_chunks(MLP_ROWS * x.width).zip(out.data.par_chunks_mut(MLP_ROWS * mlp.down.n_rows));
-        // A block passes through the whole MLP on one thread: its intermediates stay in the cache, and their buffers are kept.
-        blocks.for_each_init(Default::default, |(gate, up): &mut (Vec<f32>, Vec<f32>), (rows, out)| {
-            linear_into(gate, rows, mlp.gate, mlp.biases[0]);
-            linear_into(up, rows, mlp.up, mlp.biases[1]);
-            elementwise::gate(gate, up, activation);
-            matmul_transposed(out, gate, &mlp.down.data, mlp.down.width);
-            if let Some(bias) = mlp.biases[2] {
-                out.chunks_exact_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
-            }
-        });
-        out
+        mlp::gated(x, mlp, activation)
     }
 
     fn add(&self, x: &mut Rows, y: &Rows) {
@@ -165,8 +152,8 @@ impl Backend for Cpu {
             .map(|first| {
                 let ids = first..(first + VOCAB_ROWS).min(vocab);
                 let mut block = vec![0.0; n_rows * ids.len()];
-                let weights = widen::rows(table, hidden, ids);
-                matmul_transposed(&mut block, x, &weights, hidden);
+                let data = widen::transposed(table, hidden, ids.clone());
+                matmul(&mut block, x, &Rows { n_rows: hidden, width: ids.len(), data });
                 (first, block)
             })
             .collect();
@@ -185,10 +172,10 @@ impl Backend for Cpu {
     }
 }
 
-/// `out = x Wᵀ + b` for rows as long as the weight's; `out` becomes as long as needed.
+/// `out = x Wᵀ + b` for rows as long as the weight's columns; `out` becomes as long as needed.
 fn linear_into(out: &mut Vec<f32>, x: &[f32], weight: &Rows, bias: Option<&Vec<f32>>) {
-    out.resize(x.len() / weight.width * weight.n_rows, 0.0);
-    matmul_transposed(out, x, &weight.data, weight.width);
+    out.resize(x.len() / weight.n_rows * weight.width, 0.0);
+    matmul(out, x, weight);
     if let Some(bias) = bias {
         out.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
     }

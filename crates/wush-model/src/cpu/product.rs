@@ -9,7 +9,12 @@ use faer::{Accum, MatMut, MatRef, Par};
 
 /// `out = factor · lhs · rhs`, on this thread.
 pub(super) fn multiply(out: MatMut<'_, f32>, lhs: MatRef<'_, f32>, rhs: MatRef<'_, f32>, factor: f32) {
-    faer::linalg::matmul::matmul(out, Accum::Replace, lhs, rhs, factor, Par::Seq);
+    accumulate(out, Accum::Replace, lhs, rhs, factor);
+}
+
+/// `out = factor · lhs · rhs` or `out += …`, on this thread.
+pub(super) fn accumulate(out: MatMut<'_, f32>, how: Accum, lhs: MatRef<'_, f32>, rhs: MatRef<'_, f32>, factor: f32) {
+    faer::linalg::matmul::matmul(out, how, lhs, rhs, factor, Par::Seq);
     clear_upper_halves();
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use wush_format::hash::Sha;
 use wush_format::tensor_file::{NewTensor, write_tensor_file};
 use wush_model::cpu::{Cpu, Rows};
-use wush_model::decoder::Observer;
+use wush_model::observer::Observer;
 use wush_model::spec::{
     Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Projection, QkNorm, TensorSlice,
 };
@@ -145,13 +145,19 @@ pub fn sequences(n: usize, seed: u64) -> Vec<Vec<u32>> {
     (0..n).map(|i| (0..3 + i % 4).map(|_| (source.word() >> 32) as u32).collect()).collect()
 }
 
+/// One sequence's activations in one layer, as the decoder shows them.
+pub fn show(accumulator: &mut Accumulator<'_>, layer: usize, [q, k, v]: [&Rows; 3]) -> wush_model::Result<()> {
+    let seen = accumulator.see(&Cpu, layer, q, k, v)?;
+    Observer::<Cpu>::add(accumulator, layer, seen)
+}
+
 /// One pass over `sequences`, as the decoder does it: layer by layer, sequences in order.
 pub fn observe(statistics: &mut Statistics, sequences: &[Vec<u32>]) -> Result<()> {
     let mut accumulator = Accumulator::new(statistics, sequences);
     for layer in 0..SHAPES.len() {
         for ids in sequences {
             let [q, k, v] = qkv(ids, layer);
-            accumulator.qkv(&Cpu, layer, &q, &k, &v)?;
+            show(&mut accumulator, layer, [&q, &k, &v])?;
         }
     }
     accumulator.finish()
