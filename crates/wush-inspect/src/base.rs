@@ -1,14 +1,16 @@
 //! A folded checkpoint against its base: what must be identical is, and what was folded is the same function.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
 use rayon::prelude::*;
-use serde_json::Value;
 use wush_checkpoint::Checkpoint;
 use wush_fold::{HeadCheck, HeadWeights, Roundings, TransformCheck, check_head, check_transform};
 use wush_format::bundle::ValueSidecar;
+use wush_format::manifest::Manifest;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::{Dtype, TensorView};
 use wush_model::spec::ModelSpec;
@@ -18,12 +20,14 @@ use crate::inspect::Base;
 use crate::number::{count, finite, shown, worse};
 use crate::report::{FoldAudit, Report};
 use crate::sidecars::value_head;
-use crate::{InspectError, Result};
+use crate::{InspectError, Result, coordinates, index, manifest};
 
 /// What is compared with a base, and how.
 pub(crate) struct Comparison<'a> {
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) spec: &'a ModelSpec,
+    /// A bundle's manifest, when it could be read.
+    pub(crate) manifest: Option<&'a Manifest>,
     /// The transforms that were folded, of a bundle.
     pub(crate) values: Option<&'a ValueSidecar>,
     /// How often the weights may have been rounded since they were the base's.
@@ -64,14 +68,15 @@ impl Comparison<'_> {
             Roundings::Two => "of what two roundings, of a fold and its undoing, explain",
         };
         let mut add = |name: &str, what: &str, pick: fn(&HeadCheck) -> f64| {
-            let heads: Vec<_> = found.iter().map(|(check, _)| (check.layer, check.head, pick(check))).collect();
+            let heads: Vec<_> =
+                found.iter().map(|Found { check, .. }| (check.layer, check.head, pick(check))).collect();
             add_check(report, name, what, explained, &heads);
         };
         add("folded values", "W_V' is some T·W_V", |check| worse(check.values, check.bias));
         add("folded outputs", "W_O' is W_O·T⁻¹ of the same T", |check| check.outputs);
         add("same function", "W_O'·W_V' is W_O·W_V", |check| check.product);
         if self.values.is_some() {
-            let stated = |(check, stated): &(HeadCheck, Option<TransformCheck>)| {
+            let stated = |Found { check, stated, .. }: &Found| {
                 let excess = stated.as_ref().map_or(f64::INFINITY, |stated| worse(stated.values, stated.outputs));
                 (check.layer, check.head, excess)
             };
@@ -81,21 +86,31 @@ impl Comparison<'_> {
                 "of half a spacing of the stored numbers (1.00 is expected: some element is always half-way)";
             add_check(report, "value sidecar is what was folded", what, explained, &stated);
         }
-        for (check, stated) in found {
+        if let Some(stated) = self.manifest {
+            let errors: Vec<_> = found.iter().map(|head| (head.check.layer, head.check.rel_error)).collect();
+            let with_bias = self.spec.layers.iter().any(|layer| layer.attn.v.bias.is_some());
+            report.check_result("fold error", manifest::check_fold_error(stated, &errors, with_bias));
+        }
+        if self.roundings == Roundings::Two {
+            let coordinates: Vec<_> =
+                found.iter().map(|head| (head.check.layer, head.check.head, head.coordinates)).collect();
+            add_check(report, "same coordinates", "W_V' is W_V itself, T = I", explained, &coordinates);
+        }
+        for Found { check, stated, coordinates } in found {
             let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
             let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
             report.head(check.layer, check.head).fold = Some(FoldAudit {
                 rel_error: finite(check.rel_error),
                 weights_excess: finite(weights),
                 sidecar_excess: sidecar.and_then(finite),
-                ok: check.ok && stated.is_none_or(|stated| stated.ok),
+                ok: check.ok && stated.is_none_or(|stated| stated.ok) && coordinates <= 1.0,
             });
         }
         Ok(())
     }
 
     /// Every KV head of every layer, in parallel, in their order.
-    fn heads(&self) -> Result<Vec<(HeadCheck, Option<TransformCheck>)>> {
+    fn heads(&self) -> Result<Vec<Found>> {
         let layers = self.spec.layers.iter().enumerate();
         let heads: Vec<(usize, usize)> =
             layers.flat_map(|(layer, spec)| (0..spec.attn.n_kv_heads).map(move |head| (layer, head))).collect();
@@ -113,7 +128,11 @@ impl Comparison<'_> {
                 let transform = transform.filter(|transform| transform.len() == attn.head_dim * attn.head_dim);
                 let stated = transform.map(|transform| check_transform(&old, &new, &transform));
                 self.monitor.advance(1);
-                Ok((check_head(&old, &new, self.roundings), stated))
+                let coordinates = match self.roundings {
+                    Roundings::One => 0.0,
+                    Roundings::Two => coordinates::excess(&old, &new),
+                };
+                Ok(Found { check: check_head(&old, &new, self.roundings), stated, coordinates })
             })
             .collect();
         self.monitor.end();
@@ -121,8 +140,17 @@ impl Comparison<'_> {
     }
 }
 
+/// What was found of one head.
+struct Found {
+    check: HeadCheck,
+    /// Of a bundle with a usable sidecar.
+    stated: Option<TransformCheck>,
+    /// Of a plain checkpoint: see [`coordinates::excess`].
+    coordinates: f64,
+}
+
 /// Rows that a fold may change, by tensor: values, value biases, output projections.
-fn folded_rows(spec: &ModelSpec) -> BTreeMap<&str, Vec<Range<usize>>> {
+pub(crate) fn folded_rows(spec: &ModelSpec) -> BTreeMap<&str, Vec<Range<usize>>> {
     let mut rows: BTreeMap<&str, Vec<Range<usize>>> = BTreeMap::new();
     for layer in &spec.layers {
         let attn = &layer.attn;
@@ -240,7 +268,7 @@ fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<u32>> {
     }
 }
 
-/// Every file that is not a shard, byte for byte; of the index, `metadata.total_size` may differ.
+/// Every file that is not a shard, byte for byte; of the index, `metadata.total_size` differs by what the tensors grew.
 fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, String> {
     let files = |checkpoint: &Checkpoint| checkpoint.other_files().map_err(|error| error.to_string());
     let (found, expected) = (files(new)?, files(old)?);
@@ -248,8 +276,10 @@ fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, Strin
     problems.extend(expected.iter().filter(|name| !found.contains(name)).map(|name| format!("{name} is missing")));
     problems
         .extend(found.iter().filter(|name| !expected.contains(name)).map(|name| format!("{name} is not in the base")));
+    let growth = i128::from(new.n_weight_bytes()) - i128::from(old.n_weight_bytes());
     for name in found.iter().filter(|name| expected.contains(name)) {
-        match same_file(&new.dir().join(name), &old.dir().join(name), name) {
+        let (a, b) = (new.dir().join(name), old.dir().join(name));
+        match same_file(&a, &b).map(|same| same || (index::is_index(name) && index::same_but_grown(&a, &b, growth))) {
             Ok(true) => {}
             Ok(false) => problems.push(format!("{name} differs")),
             Err(error) => problems.push(format!("{name}: {error}")),
@@ -262,18 +292,20 @@ fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, Strin
     }
 }
 
-fn same_file(new: &Path, old: &Path, name: &str) -> std::io::Result<bool> {
-    let (a, b) = (std::fs::read(new)?, std::fs::read(old)?);
-    if a == b {
-        return Ok(true);
+/// Compares a block at a time: a file beside the shards may be large.
+fn same_file(new: &Path, old: &Path) -> std::io::Result<bool> {
+    const BLOCK: u64 = 1 << 20;
+    let (mut a, mut b) = (File::open(new)?, File::open(old)?);
+    let (mut from_a, mut from_b) = (Vec::new(), Vec::new());
+    loop {
+        from_a.clear();
+        from_b.clear();
+        a.by_ref().take(BLOCK).read_to_end(&mut from_a)?;
+        b.by_ref().take(BLOCK).read_to_end(&mut from_b)?;
+        if from_a != from_b || from_a.is_empty() {
+            return Ok(from_a == from_b);
+        }
     }
-    let without_total = |bytes: &[u8]| -> Option<Value> {
-        let mut index: Value = serde_json::from_slice(bytes).ok()?;
-        index.get_mut("metadata")?.as_object_mut()?.remove("total_size")?;
-        Some(index)
-    };
-    let (a, b) = (without_total(&a), without_total(&b));
-    Ok(name.ends_with(".safetensors.index.json") && a.is_some() && a == b)
 }
 
 /// A check over all heads: passes when no excess is above 1.

@@ -1,10 +1,11 @@
-//! The files of a bundle against its manifest: each there, as long as stated, with the stated digest; and none besides.
+//! The files of a bundle against its manifest: each there, as long as stated, with the stated digest; and none besides. In `wush/`
+//! only what wush writes, and no links.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use rayon::prelude::*;
-use wush_format::bundle::{MANIFEST, WUSH_DIR};
+use wush_format::bundle::{CARD, KEY_TRANSFORMS, MANIFEST, VALUE_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::hash_file;
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
@@ -17,6 +18,10 @@ pub(crate) const MAX_SHOWN: usize = 5;
 /// Most entries of a bundle's directory, and most levels of folders, that are listed.
 const MAX_FILES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
+/// Everything that `wush/` holds.
+const WUSH_FILES: [&str; 4] = [CARD, KEY_TRANSFORMS, MANIFEST, VALUE_TRANSFORMS];
+/// Top-level folders that are not part of what is served: version control, a download cache.
+const BESIDE: [&str; 2] = [".cache", ".git"];
 
 /// Digests of all listed files, computed in parallel; a message for every one that is not as the manifest says.
 pub(crate) fn check_listed(dir: &Path, files: &[FileEntry], monitor: &dyn Monitor) -> Result<Result<String, String>> {
@@ -72,6 +77,46 @@ pub(crate) fn check_unlisted(dir: &Path, files: &[FileEntry]) -> Result<String, 
     if extra.is_empty() { Ok("none".to_owned()) } else { Err(list(&extra)) }
 }
 
+/// The folders that are not part of the bundle, and were not looked at.
+pub(crate) fn beside(dir: &Path) -> Vec<&'static str> {
+    BESIDE.into_iter().filter(|name| dir.join(name).symlink_metadata().is_ok()).collect()
+}
+
+/// Whether `wush/` holds the files that wush writes and nothing else, listed in the manifest or not: what lies there is read as
+/// wush's. A link could lead anywhere tomorrow; only those of a snapshot in the hub's cache, to blobs of the same repository, are
+/// what its downloads look like.
+pub(crate) fn check_wush_folder(dir: &Path) -> Result<String, String> {
+    let wush = dir.join(WUSH_DIR);
+    let unreadable = |error: std::io::Error| format!("{}: {error}", wush.display());
+    let mut problems = Vec::new();
+    let mut found = BTreeSet::new();
+    if wush.symlink_metadata().map_err(unreadable)?.is_symlink() {
+        problems.push(format!("{WUSH_DIR} is a link"));
+    }
+    for entry in std::fs::read_dir(&wush).map_err(unreadable)?.take(MAX_FILES) {
+        let entry = entry.map_err(unreadable)?;
+        let (name, kind) = (entry.file_name().to_string_lossy().into_owned(), entry.file_type().map_err(unreadable)?);
+        if !WUSH_FILES.contains(&name.as_str()) {
+            problems.push(format!("{WUSH_DIR}/{name} is nothing that wush writes"));
+        } else if kind.is_symlink() && !is_blob(dir, &entry.path()) {
+            problems.push(format!("{WUSH_DIR}/{name} is a link"));
+        } else if kind.is_dir() {
+            problems.push(format!("{WUSH_DIR}/{name} is a folder"));
+        }
+        found.insert(name);
+    }
+    problems.sort();
+    problems.extend(WUSH_FILES.iter().filter(|name| !found.contains(**name)).map(|name| format!("{name} is missing")));
+    if problems.is_empty() { Ok(count(found.len(), "file")) } else { Err(list(&problems)) }
+}
+
+/// Whether `path` leads to `REPO/blobs` and `dir` is `REPO/snapshots/REVISION`.
+fn is_blob(dir: &Path, path: &Path) -> bool {
+    let (Ok(dir), Ok(target)) = (dir.canonicalize(), path.canonicalize()) else { return false };
+    let snapshots = dir.parent().filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"));
+    snapshots.is_some_and(|snapshots| target.parent() == Some(&snapshots.with_file_name("blobs")))
+}
+
 fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<String>) -> Result<(), String> {
     let unreadable = |error: std::io::Error| format!("{}: {error}", dir.display());
     for entry in std::fs::read_dir(dir).map_err(unreadable)? {
@@ -79,8 +124,7 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<String>) -> Resu
         let name = entry.file_name();
         // A name that is not Unicode cannot be in the manifest.
         let path = format!("{prefix}{}", name.to_string_lossy());
-        // A version control folder or a download cache beside the files is not part of what is served.
-        if depth == 0 && (name == ".git" || name == ".cache") {
+        if depth == 0 && BESIDE.iter().any(|beside| name == *beside) {
             continue;
         }
         if found.len() == MAX_FILES || depth == MAX_DEPTH {

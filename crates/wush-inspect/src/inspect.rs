@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use rayon::prelude::*;
 use wush_checkpoint::{Checkpoint, weights_hash};
 use wush_fold::Roundings;
 use wush_format::bundle::{KeySidecar, ValueSidecar, WUSH_DIR};
@@ -15,7 +16,7 @@ use wush_model::spec::ModelSpec;
 use crate::base::Comparison;
 use crate::number::{bytes, count, digest};
 use crate::report::{Kind, Report};
-use crate::{InspectError, Result, bundle, sidecars, statistics, transforms};
+use crate::{InspectError, Result, bundle, index, sidecars, statistics, transforms};
 
 /// Inspects a bundle directory, a checkpoint directory, or a transforms, statistics or sidecar file, by its content; with
 /// `base`, also against the checkpoint that it was made from.
@@ -44,17 +45,36 @@ impl Base {
         Ok(Self { checkpoint, spec })
     }
 
-    /// Digests of the base's shards.
-    pub(crate) fn hash(&self, monitor: &dyn Monitor) -> Result<Sha> {
-        let mut shards = Vec::new();
-        for shard in self.checkpoint.shards() {
+    /// Hash over the base's weights.
+    fn hash(&self, monitor: &dyn Monitor) -> Result<Sha> {
+        Ok(weights_hash(&self.hash_files(&self.shard_names(), monitor)?))
+    }
+
+    /// Hash over the base's weights, and its files as a manifest lists them: shards and others, sorted by path.
+    pub(crate) fn files(&self, monitor: &dyn Monitor) -> Result<(Sha, Vec<FileEntry>)> {
+        let shards = self.hash_files(&self.shard_names(), monitor)?;
+        let others = self.checkpoint.other_files().map_err(InspectError::Base)?;
+        let hash = weights_hash(&shards);
+        let mut files = shards;
+        files.extend(self.hash_files(&others, monitor)?);
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok((hash, files))
+    }
+
+    fn shard_names(&self) -> Vec<String> {
+        self.checkpoint.shards().iter().map(|shard| shard.file_name.clone()).collect()
+    }
+
+    /// Digests, several files at a time.
+    fn hash_files(&self, names: &[String], monitor: &dyn Monitor) -> Result<Vec<FileEntry>> {
+        let hash = |path: &String| {
             if monitor.interrupted() {
                 return Err(InspectError::Interrupted);
             }
-            let (sha256, n_bytes) = hash_file(&self.checkpoint.dir().join(&shard.file_name))?;
-            shards.push(FileEntry { path: shard.file_name.clone(), n_bytes, sha256 });
-        }
-        Ok(weights_hash(&shards))
+            let (sha256, n_bytes) = hash_file(&self.checkpoint.dir().join(path))?;
+            Ok(FileEntry { path: path.clone(), n_bytes, sha256 })
+        };
+        names.par_iter().map(hash).collect()
     }
 
     /// Checks that something was made for this model.
@@ -93,14 +113,17 @@ fn directory(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<
     let spec = bundle::check_checkpoint(&mut report, &checkpoint);
     if let Some(spec) = &spec {
         describe(&mut report, &checkpoint, spec);
+        if let Some(total) = index::check_total(&checkpoint, None).filter(Result::is_err) {
+            report.fact("index", total.unwrap_or_else(|detail| detail));
+        }
     }
     if let Some(spec) = spec
         && let Some(base) = base
     {
         // It may be the original, folded once, or folded and unfolded.
         let roundings = Roundings::Two;
-        let checkpoint = &checkpoint;
-        Comparison { checkpoint, spec: &spec, values: None, roundings, base, monitor }.run(&mut report)?;
+        let (checkpoint, manifest) = (&checkpoint, None);
+        Comparison { checkpoint, spec: &spec, manifest, values: None, roundings, base, monitor }.run(&mut report)?;
     }
     Ok(report)
 }
@@ -127,7 +150,7 @@ fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Repor
     let format = file.metadata().get("format").map(String::as_str).unwrap_or_default();
     let mut report = match format {
         "wush-transforms" => transforms::inspect(path, &file),
-        wush_stats::FORMAT => statistics::inspect(path, &file, monitor)?,
+        wush_stats::FORMAT => statistics::inspect(path, &file, base, monitor)?,
         "wush-key-transforms" => {
             let mut report = Report::new(path, Kind::KeySidecar);
             match KeySidecar::from_file(&file) {

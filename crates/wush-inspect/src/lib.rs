@@ -14,13 +14,17 @@
 
 mod base;
 mod bundle;
+mod coordinates;
 mod error;
 mod files;
 mod html;
+mod index;
 mod inspect;
+mod manifest;
 mod number;
 mod report;
 mod sidecars;
+mod solver;
 mod statistics;
 mod svg;
 mod text;
@@ -30,4 +34,5 @@ pub use error::{InspectError, Result};
 pub use html::to_html;
 pub use inspect::inspect;
 pub use report::{Check, Fact, FoldAudit, HeadAudit, Kind, LayerAudit, Report, Verdict};
+pub use solver::head_report;
 pub use text::to_text;

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::hash::Sha;
 use wush_format::manifest::HeadReport;
+use wush_format::text::printable;
 
 /// The report of `wush inspect`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -156,12 +157,14 @@ impl Report {
         }
     }
 
-    /// Adds a check and lowers the verdict when it failed.
+    /// Adds a check and lowers the verdict when it failed. Details repeat names of files and tensors: what could draw on a
+    /// terminal is escaped here, for all reports.
     pub(crate) fn check(&mut self, name: &str, ok: bool, detail: impl Into<String>) {
         if !ok {
             self.verdict = Verdict::Failed;
         }
-        self.checks.push(Check { name: name.to_owned(), ok, detail: detail.into() });
+        let detail = printable(&detail.into()).into_owned();
+        self.checks.push(Check { name: name.to_owned(), ok, detail });
     }
 
     /// Adds a check that passes with one text or fails with another.
@@ -171,7 +174,8 @@ impl Report {
     }
 
     pub(crate) fn fact(&mut self, name: &str, value: impl Into<String>) {
-        self.facts.push(Fact { name: name.to_owned(), value: value.into() });
+        let value = printable(&value.into()).into_owned();
+        self.facts.push(Fact { name: name.to_owned(), value });
     }
 
     /// The entry of a head, made when absent; layers and heads stay in order.

@@ -8,6 +8,7 @@ use wush_transform::condition_number;
 
 use crate::number::{count, digest, finite, shown, worse};
 use crate::report::Report;
+use crate::solver::Stored;
 
 /// Unit roundoff of f32.
 const F32_ROUNDOFF: f64 = f32::EPSILON as f64 / 2.0;
@@ -135,6 +136,29 @@ pub(crate) fn check_value(report: &mut Report, sidecar: &ValueSidecar, model: Op
         }
     }
     conditions.check(report, "value transforms invertible");
+}
+
+/// All key transforms, widened.
+pub(crate) fn stored_keys(sidecar: &KeySidecar) -> Vec<Stored> {
+    let heads =
+        sidecar.layers.iter().flat_map(|(&layer, entry)| (0..entry.n_kv_heads).map(move |head| (layer, entry, head)));
+    heads
+        .map(|(layer, entry, head)| Stored { layer, head, dim: entry.head_dim, matrix: head_of(entry, head).0 })
+        .collect()
+}
+
+/// All value transforms, widened.
+pub(crate) fn stored_values(sidecar: &ValueSidecar) -> Vec<Stored> {
+    let heads =
+        sidecar.layers.iter().flat_map(|(&layer, entry)| (0..entry.n_kv_heads).map(move |head| (layer, entry, head)));
+    heads
+        .map(|(layer, entry, head)| Stored {
+            layer,
+            head,
+            dim: entry.head_dim,
+            matrix: value_head(sidecar, layer, head),
+        })
+        .collect()
 }
 
 /// T_V of one head, widened; all zero when the sidecar has none, which no check takes for a transform.

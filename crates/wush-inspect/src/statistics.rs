@@ -1,24 +1,28 @@
 //! A statistics file: what was counted, how well conditioned it is, and what the transform would gain.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use rayon::prelude::*;
+use wush_format::hash::Sha;
 use wush_format::manifest::HeadReport;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::TensorFile;
-use wush_stats::{LayerStats, Statistics};
-use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, find, solve};
+use wush_stats::{LayerStats, Statistics, output_gram_difference};
+use wush_transform::{HeadProblem, Role, Settings, find, solve};
 
 use crate::bundle::check_calibration;
+use crate::inspect::Base;
 use crate::number::count;
 use crate::report::{Kind, Report};
+use crate::solver::head_report;
 use crate::{InspectError, Result};
 
 /// Damping γ of the transform whose gain is shown: the paper's.
 const DAMPING: f64 = 0.01;
 
-/// Inspects a statistics file.
-pub(crate) fn inspect(path: &Path, file: &TensorFile, monitor: &dyn Monitor) -> Result<Report> {
+/// Inspects a statistics file; with `base`, also against the weights that it was calibrated on.
+pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
     let mut report = Report::new(path, Kind::Statistics);
     let statistics = match Statistics::from_file(file) {
         Ok(statistics) => statistics,
@@ -73,6 +77,10 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, monitor: &dyn Monitor) -> 
         crate::files::list(&problems)
     };
     report.check("solvable", ok, detail);
+    check_ranks(&mut report, &statistics);
+    if let Some(base) = base {
+        check_base(&mut report, &statistics, base);
+    }
     Ok(report)
 }
 
@@ -87,6 +95,7 @@ fn describe(report: &mut Report, statistics: &Statistics) {
     );
     let positions = format!("{} in {}", info.positions, count(info.sequence_hashes.len(), "sequence"));
     report.check("positions", info.positions > 0, positions);
+    check_sequences(report, &info.sequence_hashes);
     let head_dim = statistics.layers.values().map(LayerStats::head_dim).max();
     check_calibration(report, info.positions, head_dim.unwrap_or(info.head_dim));
     let gap = statistics.layers.keys().enumerate().find(|(at, layer)| at != *layer);
@@ -115,21 +124,63 @@ fn measure(
     let kind = find("wush").map_err(|error| place(error.to_string()))?;
     let solution =
         solve(kind, &HeadProblem { gram, hessian, dim }, &settings).map_err(|error| place(error.to_string()))?;
-    solution.info.measures.map(report_of).ok_or_else(|| place("not measured".to_owned()))
+    solution.info.measures.as_ref().map(head_report).ok_or_else(|| place("not measured".to_owned()))
 }
 
-fn report_of(measures: HeadMeasures) -> HeadReport {
-    HeadReport {
-        cond_gram: measures.cond_gram,
-        cond_hessian: measures.cond_hessian,
-        cond_transform: measures.cond_transform,
-        rank_gram: measures.rank_gram,
-        rank_hessian: measures.rank_hessian,
-        dead_channels: measures.dead_channels,
-        trace_product_over_bound: measures.trace_product_over_bound,
-        predicted_gain: measures.predicted_gain,
-        imbalance: measures.imbalance,
-    }
+/// A sequence that was summed twice weighs double: by mistake, since `wush merge` refuses it.
+fn check_sequences(report: &mut Report, hashes: &[Sha]) {
+    let distinct = hashes.iter().collect::<BTreeSet<_>>().len();
+    let ok = distinct == hashes.len();
+    let detail = if ok {
+        "no sequence is counted twice".to_owned()
+    } else {
+        format!("{} different in {}: some are counted twice", distinct, count(hashes.len(), "sequence"))
+    };
+    report.check("sequences", ok, detail);
+}
+
+/// A sum of n outer products has at most rank n: one a position of keys and values, one a position and query head of queries.
+fn check_ranks(report: &mut Report, statistics: &Statistics) {
+    let info = &statistics.info;
+    let positions = usize::try_from(info.positions).unwrap_or(usize::MAX);
+    // Layers may differ in their groups; the largest that a head can have is all query heads.
+    let queries = positions.saturating_mul(info.n_heads);
+    let too_high = report.layers.iter().flat_map(|layer| layer.heads.iter().map(move |head| (layer.layer, head))).find(
+        |(_, head)| {
+            head.key.as_ref().is_some_and(|key| key.rank_gram > positions || key.rank_hessian > queries)
+                || head.value.as_ref().is_some_and(|value| value.rank_gram > positions)
+        },
+    );
+    let detail = match too_high {
+        None => format!("none above what {positions} positions give"),
+        Some((layer, head)) => {
+            format!("layer {layer}, KV head {}: above what {positions} positions give", head.head)
+        }
+    };
+    report.check("ranks", too_high.is_none(), detail);
+}
+
+/// The model that the description names is the base, and the part of the statistics that comes from the weights is theirs.
+fn check_base(report: &mut Report, statistics: &Statistics, base: &Base) {
+    let (info, spec) = (&statistics.info, &base.spec);
+    let first = spec.layers.first().map(|layer| (layer.attn.n_heads, layer.attn.n_kv_heads, layer.attn.head_dim));
+    let same = info.family == spec.family
+        && first == Some((info.n_heads, info.n_kv_heads, info.head_dim))
+        && statistics.layers.keys().copied().eq(0..spec.layers.len());
+    let detail = if same {
+        format!("{}, {}", spec.family, count(spec.layers.len(), "layer"))
+    } else {
+        format!("family, layers or heads are not the base's ({}, {})", spec.family, count(spec.layers.len(), "layer"))
+    };
+    report.check("same model", same, detail);
+    let result = match output_gram_difference(&base.checkpoint, spec, statistics) {
+        Ok(None) => Ok("those of the base's output projections".to_owned()),
+        Ok(Some((layer, head))) => {
+            Err(format!("layer {layer}, KV head {head}: not that of the base's output projection"))
+        }
+        Err(error) => Err(error.to_string()),
+    };
+    report.check_result("output Gram matrices", result);
 }
 
 /// ‖Σk‖² / (n Σ‖k‖²): 1 when all keys are the same, about 1/n when they have no common direction; none without energy.

@@ -4,12 +4,14 @@ use std::path::Path;
 
 use wush_fold::condition_limit;
 use wush_format::tensor_file::TensorFile;
-use wush_format::transforms::{HeadMatrices, Transforms};
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+use wush_transform::Role;
 
 use crate::bundle::{add_layers, check_calibration, describe_calibration};
 use crate::number::count;
 use crate::report::{HeadAudit, Kind, Report};
 use crate::sidecars::Conditions;
+use crate::solver::{Precision, Record, Stored, check_record, check_stored};
 
 /// Inspects a transforms file.
 pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
@@ -29,11 +31,20 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
         "transform",
         format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping),
     );
+    let record = Record {
+        transform: &transforms.transform,
+        damping: transforms.damping,
+        seed: transforms.seed,
+        names_statistics: transforms.stats_hash.is_some(),
+        calibration: transforms.calibration.as_ref(),
+        layers: &transforms.report,
+    };
+    let head_dim = transforms.layers.values().map(|layer| layer.key.dim.max(layer.value.dim)).max().unwrap_or(0);
     if let Some(calibration) = &transforms.calibration {
         describe_calibration(&mut report, calibration);
-        let head_dim = transforms.layers.values().map(|layer| layer.key.dim.max(layer.value.dim)).max();
-        check_calibration(&mut report, calibration.tokens, head_dim.unwrap_or(0));
+        check_calibration(&mut report, calibration.tokens, head_dim);
     }
+    check_record(&mut report, &record, head_dim);
     add_layers(&mut report, &transforms.report);
     if !transforms.report.is_empty() {
         let complete = transforms
@@ -61,14 +72,30 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
         |layer| &layer.value,
         |head, cond| head.value_condition = cond,
     );
+    for role in [Role::Key, Role::Value] {
+        check_stored(&mut report, role, &stored(&transforms, role), &record, Precision::F64);
+    }
     report
+}
+
+fn stored(transforms: &Transforms, role: Role) -> Vec<Stored> {
+    let matrices = |(&layer, entry): (&usize, &LayerTransforms)| {
+        let matrices = match role {
+            Role::Key => &entry.key,
+            Role::Value => &entry.value,
+        };
+        let dim = matrices.dim;
+        let stored = |head| Stored { layer, head, dim, matrix: matrices.head(head).to_vec() };
+        (0..matrices.n_heads).map(stored).collect::<Vec<_>>()
+    };
+    transforms.layers.iter().flat_map(matrices).collect()
 }
 
 fn check_role(
     report: &mut Report,
     transforms: &Transforms,
     name: &str,
-    role: fn(&wush_format::transforms::LayerTransforms) -> &HeadMatrices,
+    role: fn(&LayerTransforms) -> &HeadMatrices,
     put: fn(&mut HeadAudit, Option<f64>),
 ) {
     let mut conditions = Conditions::default();

@@ -1,240 +1,22 @@
 //! Bundles, honest and tampered. The attacker of these tests recomputes every hash, so nothing but the numbers can tell.
 
-#[path = "../../wush-fold/tests/support/mod.rs"]
-mod support;
+mod bundle;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use support::{Layout, Rng, Tiny, model_hash, well_conditioned};
+use bundle::support::{Layout, Tiny};
+use bundle::{Bundle, assert_only, complete, detail, failed, one_sequence, statistics, tiny};
 use tempfile::TempDir;
 use wush_checkpoint::Checkpoint;
-use wush_fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, invert, unfold};
-use wush_format::bundle::{
-    KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
-};
-use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::{
-    Basis, Calibration, Equivalence, FileEntry, FoldReport, HeadReport, LayerReport, MANIFEST_VERSION, Manifest, Solve,
-    Source, Status,
-};
+use wush_fold::{FoldDtype, UnfoldDtype, unfold};
+use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR};
+use wush_format::hash::Sha;
+use wush_format::manifest::Status;
 use wush_format::monitor::Quiet;
 use wush_format::tensor_file::TensorFile;
-use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_inspect::{Kind, Report, Verdict, inspect, to_html, to_text};
 use wush_model::arch::resolve;
-use wush_stats::{Statistics, StatsInfo};
-
-struct Bundle {
-    _root: TempDir,
-    source: PathBuf,
-    dir: PathBuf,
-}
-
-/// Wide enough that W_V has many more columns than rows, as in real models.
-fn tiny(layout: Layout) -> Tiny {
-    Tiny { n_heads: 4, n_kv_heads: 2, head_dim: 8, hidden: 96, layout, ..Tiny::default() }
-}
-
-impl Bundle {
-    fn of(tiny: &Tiny, dtype: FoldDtype) -> Self {
-        let root = TempDir::new().expect("temporary directory");
-        let source = root.path().join("source");
-        tiny.write(&source);
-        let transforms = tiny.transforms(&source);
-        Self::make(root, source, &transforms, dtype)
-    }
-
-    fn make(root: TempDir, source: PathBuf, transforms: &Transforms, dtype: FoldDtype) -> Self {
-        let dir = root.path().join("bundle");
-        let checkpoint = Checkpoint::open(&source).expect("opens");
-        let spec = resolve(&checkpoint, None).expect("understood");
-        fs::create_dir(&dir).expect("directory");
-        let outcome = fold(&checkpoint, &spec, transforms, &dir, dtype, &Quiet).expect("folds");
-        fs::create_dir(dir.join(WUSH_DIR)).expect("directory");
-        sidecars(transforms, outcome.folded_hash, &dir);
-        fs::write(dir.join("wush/README.md"), "# A card\n").expect("write");
-        let bundle = Self { _root: root, source, dir };
-        manifest(transforms, &outcome, dtype).save(&bundle.manifest_path()).expect("a valid manifest");
-        bundle.rehash();
-        bundle
-    }
-
-    fn manifest_path(&self) -> PathBuf {
-        self.dir.join(WUSH_DIR).join(MANIFEST)
-    }
-
-    fn edit_manifest(&self, edit: impl FnOnce(&mut Manifest)) {
-        let mut manifest = Manifest::load(&self.manifest_path()).expect("valid");
-        edit(&mut manifest);
-        manifest.save(&self.manifest_path()).expect("valid");
-    }
-
-    /// Makes every hash fit what lies there now: what an attacker would do.
-    fn rehash(&self) {
-        let hash = model_hash(&self.dir);
-        let path = |name| self.dir.join(WUSH_DIR).join(name);
-        if let Ok(mut keys) = KeySidecar::load(&path(KEY_TRANSFORMS)) {
-            keys.model_hash = hash;
-            keys.save(&path(KEY_TRANSFORMS)).expect("saved");
-        }
-        if let Ok(mut values) = ValueSidecar::load(&path(VALUE_TRANSFORMS)) {
-            values.model_hash = hash;
-            values.save(&path(VALUE_TRANSFORMS)).expect("saved");
-        }
-        let files = list(&self.dir, "");
-        self.edit_manifest(|manifest| {
-            manifest.basis.model_hash = hash;
-            manifest.files = files;
-        });
-    }
-
-    fn inspect(&self, with_base: bool) -> Report {
-        inspect(&self.dir, with_base.then_some(self.source.as_path()), &Quiet).expect("it can be inspected")
-    }
-
-    /// Changes one element of a tensor in place, in units of its shape's row-major order.
-    fn poke(&self, name: &str, element: usize, change: impl Fn(f64) -> f64) {
-        let checkpoint = Checkpoint::open(&self.dir).expect("opens");
-        let (shard, info) = checkpoint.locate(name).expect("there");
-        let dtype = format!("{:?}", info.dtype);
-        let (path, n_bytes) = (self.dir.join(&checkpoint.shards()[shard].file_name), support::size_of_dtype(&dtype));
-        let at = info.range.start + element * n_bytes;
-        drop(checkpoint);
-        let mut bytes = fs::read(&path).expect("readable");
-        let old = support::decode(&dtype, &bytes[at..at + n_bytes])[0];
-        let new = support::encode(&dtype, &[change(old)]);
-        assert_ne!(new, bytes[at..at + n_bytes], "the change must change something");
-        bytes[at..at + n_bytes].copy_from_slice(&new);
-        fs::remove_file(&path).expect("remove");
-        fs::write(&path, bytes).expect("write");
-    }
-}
-
-fn list(dir: &Path, prefix: &str) -> Vec<FileEntry> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(dir).expect("directory") {
-        let entry = entry.expect("entry");
-        let path = format!("{prefix}{}", entry.file_name().to_string_lossy());
-        if entry.path().is_dir() {
-            files.extend(list(&entry.path(), &format!("{path}/")));
-        } else if path != format!("{WUSH_DIR}/{MANIFEST}") {
-            let (sha256, n_bytes) = hash_file(&entry.path()).expect("readable");
-            files.push(FileEntry { path, n_bytes, sha256 });
-        }
-    }
-    files.sort_by(|a, b| a.path.cmp(&b.path));
-    files
-}
-
-fn sidecars(transforms: &Transforms, model_hash: Sha, dir: &Path) {
-    let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
-    let mut keys = KeySidecar { layers: BTreeMap::new(), model_hash };
-    let mut values = ValueSidecar { layers: BTreeMap::new(), model_hash };
-    for (&layer, LayerTransforms { key, value }) in &transforms.layers {
-        let mut query = Vec::new();
-        for head in 0..key.n_heads {
-            let inverse = invert(key.head(head), key.dim).matrix;
-            query.extend((0..key.dim * key.dim).map(|at| inverse[(at % key.dim) * key.dim + at / key.dim]));
-        }
-        let (n_kv_heads, head_dim) = (key.n_heads, key.dim);
-        keys.layers.insert(layer, KeyLayer { n_kv_heads, head_dim, key: narrow(&key.data), query: narrow(&query) });
-        values.layers.insert(layer, ValueLayer { n_kv_heads, head_dim, value: narrow(&value.data) });
-    }
-    keys.save(&dir.join(WUSH_DIR).join(KEY_TRANSFORMS)).expect("saved");
-    values.save(&dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("saved");
-}
-
-fn head_report(gain: f64) -> HeadReport {
-    HeadReport {
-        cond_gram: 120.0,
-        cond_hessian: 40.0,
-        cond_transform: 3.5,
-        rank_gram: 8,
-        rank_hessian: 8,
-        dead_channels: 0,
-        trace_product_over_bound: 1.02,
-        predicted_gain: gain,
-        imbalance: 0.01,
-    }
-}
-
-fn layer_reports(transforms: &Transforms) -> Vec<LayerReport> {
-    let heads = |n: usize, layer: usize| {
-        (0..n).map(|head| head_report(1.5 + layer as f64 + 0.25 * head as f64)).collect::<Vec<_>>()
-    };
-    let report = |(&layer, entry): (&usize, &LayerTransforms)| LayerReport {
-        layer,
-        key: heads(entry.key.n_heads, layer),
-        value: heads(entry.value.n_heads, layer),
-    };
-    transforms.layers.iter().map(report).collect()
-}
-
-fn calibration() -> Calibration {
-    Calibration {
-        source: "text.txt".to_owned(),
-        tokens_hash: Sha([1; 32]),
-        sequences: 4,
-        tokens: 256,
-        max_seq_len: 64,
-        rope_scaling: None,
-        device: "cpu".to_owned(),
-        compute: "f32".to_owned(),
-    }
-}
-
-fn manifest(transforms: &Transforms, outcome: &FoldOutcome, dtype: FoldDtype) -> Manifest {
-    Manifest {
-        format_version: MANIFEST_VERSION,
-        tool: "wush 0.1.0".to_owned(),
-        status: Status::Complete,
-        source: Source {
-            id: "tiny".to_owned(),
-            revision: None,
-            family: "llama".to_owned(),
-            model_hash: outcome.model_hash,
-            files: outcome.source_files.clone(),
-        },
-        basis: Basis { kind: "folded-values".to_owned(), model_hash: outcome.folded_hash },
-        solve: Solve {
-            transform: "wush".to_owned(),
-            preset: "default".to_owned(),
-            damping: 0.01,
-            seed: 0,
-            stats_hash: Some(Sha([2; 32])),
-        },
-        calibration: Some(calibration()),
-        layers: layer_reports(transforms),
-        fold: FoldReport {
-            dtype: dtype.name().to_owned(),
-            max_rel_error: outcome.report.max_rel_error,
-            worst_layer: outcome.report.worst_layer,
-        },
-        equivalence: Some(Equivalence {
-            tokens: 63,
-            nll_source: 2.0,
-            nll_bundle: 2.0001,
-            mean_kl: 1e-6,
-            max_logit_diff: 0.01,
-            max_nll_diff: 0.001,
-            tolerance: 5e-4,
-            passed: true,
-        }),
-        files: outcome.files.clone(),
-    }
-}
-
-fn failed(report: &Report) -> Vec<&str> {
-    report.checks.iter().filter(|check| !check.ok).map(|check| check.name.as_str()).collect()
-}
-
-#[track_caller]
-fn assert_only(report: &Report, expected: &[&str]) {
-    assert_eq!(failed(report), expected, "{}", to_text(report));
-    assert_eq!(report.verdict, if expected.is_empty() { Verdict::Ok } else { Verdict::Failed });
-}
 
 #[test]
 fn an_honest_bundle_passes_alone_and_against_its_base() {
@@ -263,10 +45,6 @@ fn an_honest_bundle_passes_alone_and_against_its_base() {
             assert_eq!(serde_json::from_str::<Report>(&json).expect("the same back"), report);
         }
     }
-}
-
-fn detail<'a>(report: &'a Report, name: &str) -> &'a str {
-    report.checks.iter().find(|check| check.name == name).map_or("", |check| check.detail.as_str())
 }
 
 #[test]
@@ -312,13 +90,13 @@ fn a_calibration_shorter_than_the_head_dimension_fails_and_a_short_one_is_called
         (80, &[], "at least 10 a dimension"),
     ] {
         let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
-        bundle.edit_manifest(|manifest| manifest.calibration.as_mut().expect("there").tokens = tokens);
+        bundle.edit_manifest(|manifest| manifest.calibration = Some(one_sequence(tokens)));
         let report = bundle.inspect(false);
         assert_only(&report, expected);
         assert!(detail(&report, "enough calibration").contains(part), "{}", to_text(&report));
 
-        let mut transforms = tiny(Layout::Llama).transforms(&bundle.source);
-        transforms.calibration = Some(Calibration { tokens, ..calibration() });
+        let mut transforms = complete(tiny(Layout::Llama).transforms(&bundle.source));
+        transforms.calibration = Some(one_sequence(tokens));
         let path = bundle.source.with_file_name("t.safetensors");
         transforms.save(&path).expect("saved");
         let report = inspect(&path, None, &Quiet).expect("transforms");
@@ -334,13 +112,13 @@ fn the_condition_number_is_that_of_the_two_norm_everywhere() {
     let tiny = tiny(Layout::Llama);
     tiny.write(&source);
     let mut transforms = tiny.transforms(&source);
-    // The Hadamard matrix of order 8, orthogonal up to its scale: 1 in the 2-norm, 8 in the 1-norm.
-    let hadamard: Vec<f64> =
-        (0..64_usize).map(|at| if ((at / 8) & (at % 8)).count_ones() % 2 == 0 { 0.5 } else { -0.5 }).collect();
+    // The Hadamard matrix of order 8, orthogonal: 1 in the 2-norm, 8 in the 1-norm.
+    let hadamard = wush_transform::hadamard(8).expect("a power of 2");
     for layer in transforms.layers.values_mut() {
         layer.key.data = [hadamard.clone(), hadamard.clone()].concat();
         layer.value.data = layer.key.data.clone();
     }
+    let transforms = complete(transforms);
     transforms.save(&path).expect("saved");
     let bundle = Bundle::make(root, source, &transforms, FoldDtype::Keep);
     for report in [bundle.inspect(false), inspect(&path, None, &Quiet).expect("transforms")] {
@@ -406,7 +184,7 @@ fn a_changed_file_is_found_by_its_hash() {
     fs::remove_file(bundle.dir.join("LICENSE")).expect("remove");
     fs::write(bundle.dir.join("wush/extra.bin"), "x").expect("write");
     let report = bundle.inspect(false);
-    assert_only(&report, &["files", "unlisted files"]);
+    assert_only(&report, &["wush folder", "files", "unlisted files"]);
     assert!(
         report.checks.iter().any(|check| check.detail.contains("LICENSE"))
             && to_text(&report).contains("wush/extra.bin")
@@ -430,9 +208,10 @@ fn tampered(layout: Layout, tamper: impl Fn(&Bundle), expected: &[&str]) {
         assert!(failed(&report).contains(name), "{name} did not fail:\n{}", to_text(&report));
     }
     assert_eq!(report.verdict, Verdict::Failed);
-    // A large enough change of a folded tensor is also a change of the function.
+    // A large enough change of a folded tensor is also a change of the function, and any of the fold's error.
     let also = if expected.len() > 1 { "same function" } else { "" };
-    let foreign = failed(&report).into_iter().find(|name| !expected.contains(name) && *name != also);
+    let foreign =
+        failed(&report).into_iter().find(|name| ![also, "fold error"].contains(name) && !expected.contains(name));
     assert_eq!(foreign, None, "{}", to_text(&report));
 }
 
@@ -474,8 +253,16 @@ fn tampering_is_found_although_the_hashes_were_recomputed() {
         &["untouched tensors"],
     );
     tampered(Layout::Llama, |b| b.poke("model.embed_tokens.weight", 0, |x| x + spacing(x)), &["untouched tensors"]);
-    tampered(Layout::Llama, |b| fs::write(b.dir.join("LICENSE"), "Another.\n").expect("write"), &["other files"]);
-    tampered(Layout::Llama, |b| fs::write(b.dir.join("more.py"), "import os\n").expect("write"), &["other files"]);
+    tampered(
+        Layout::Llama,
+        |b| fs::write(b.dir.join("LICENSE"), "Another.\n").expect("write"),
+        &["files of the source", "other files"],
+    );
+    tampered(
+        Layout::Llama,
+        |b| fs::write(b.dir.join("more.py"), "import os\n").expect("write"),
+        &["files of the source", "other files"],
+    );
 }
 
 #[test]
@@ -500,7 +287,7 @@ fn a_changed_configuration_is_found() {
     let text = fs::read_to_string(&path).expect("readable").replace("10000.0", "20000.0");
     fs::write(&path, text).expect("write");
     bundle.rehash();
-    assert_only(&bundle.inspect(true), &["other files", "same model"]);
+    assert_only(&bundle.inspect(true), &["files of the source", "other files", "same model"]);
 }
 
 #[test]
@@ -524,7 +311,7 @@ fn sidecars_are_checked_against_themselves_and_the_weights() {
         let layer = sidecar.layers.get_mut(&0).expect("layer 0");
         layer.key.copy_within(0..8, 8);
     });
-    assert_only(&bundle.inspect(false), &["query = key^{-T}", "key conditioning"]);
+    assert_only(&bundle.inspect(false), &["query = key^{-T}", "key conditioning", "key transforms are the solver's"]);
 
     let values = |edit: &dyn Fn(&mut ValueLayer)| {
         let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
@@ -536,14 +323,17 @@ fn sidecars_are_checked_against_themselves_and_the_weights() {
         bundle
     };
     let bundle = values(&|layer| layer.value[9] += 0.05);
+    // Its condition number tells; a change of sign leaves that, and only the base tells.
+    assert_only(&bundle.inspect(false), &["value transforms are the solver's"]);
+    let bundle = values(&|layer| layer.value[..8].iter_mut().for_each(|x| *x = -*x));
     assert_only(&bundle.inspect(false), &[]);
     assert_only(&bundle.inspect(true), &["value sidecar is what was folded"]);
     let bundle = values(&|layer| layer.value.copy_within(0..8, 8));
-    assert_only(&bundle.inspect(false), &["value transforms invertible"]);
+    assert_only(&bundle.inspect(false), &["value transforms invertible", "value transforms are the solver's"]);
     let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
     fs::remove_file(bundle.dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("remove");
     bundle.rehash();
-    assert_only(&bundle.inspect(true), &["value sidecar"]);
+    assert_only(&bundle.inspect(true), &["wush folder", "value sidecar"]);
 }
 
 #[test]
@@ -621,9 +411,7 @@ fn a_checkpoint_transforms_and_other_files_are_told_apart() {
     );
     assert_only(&inspect(&source, Some(&source), &Quiet).expect("the same twice"), &[]);
 
-    let mut transforms = tiny.transforms(&source);
-    transforms.calibration = Some(calibration());
-    transforms.report = layer_reports(&transforms);
+    let mut transforms = complete(tiny.transforms(&source));
     transforms.save(&path).expect("saved");
     let report = inspect(&path, Some(&source), &Quiet).expect("transforms");
     assert_only(&report, &[]);
@@ -633,7 +421,7 @@ fn a_checkpoint_transforms_and_other_files_are_told_apart() {
     transforms.save(&path).expect("saved");
     assert_only(
         &inspect(&path, Some(&source), &Quiet).expect("transforms"),
-        &["key transforms invertible", "belongs to base"],
+        &["key transforms invertible", "key transforms are the solver's", "belongs to base"],
     );
 
     let shard = source.join("model.safetensors");
@@ -654,53 +442,7 @@ fn statistics_show_ranks_gains_and_the_mean_key() {
     let (source, path) = (root.path().join("source"), root.path().join("s.safetensors"));
     let tiny = tiny(Layout::Llama);
     tiny.write(&source);
-    let checkpoint = Checkpoint::open(&source).expect("opens");
-    let spec = resolve(&checkpoint, None).expect("understood");
-    let (n_tokens, dim) = (64, tiny.head_dim);
-    let info = StatsInfo {
-        format_version: wush_stats::STATS_VERSION,
-        tool: "wush 0.1.0".to_owned(),
-        model_id: "tiny".to_owned(),
-        model_hash: model_hash(&source),
-        family: "llama".to_owned(),
-        n_heads: tiny.n_heads,
-        n_kv_heads: tiny.n_kv_heads,
-        head_dim: dim,
-        positions: n_tokens,
-        max_seq_len: n_tokens,
-        source: "text.txt".to_owned(),
-        rope_scaling: None,
-        device: "cpu".to_owned(),
-        compute: "f32".to_owned(),
-        sequence_hashes: vec![Sha([5; 32])],
-    };
-    let mut statistics = Statistics::new(&spec, info);
-    let mut rng = Rng(11);
-    for layer in statistics.layers.values_mut() {
-        for head in 0..tiny.n_kv_heads {
-            // All keys the same: rank 1, and all their energy in the mean. Values with one dead coordinate.
-            let key = rng.normals(dim, 1.0);
-            let add = |gram: &mut HeadMatrices, x: &[f64]| {
-                let gram = gram.head_mut(head);
-                (0..dim * dim).for_each(|at| gram[at] += x[at / dim] * x[at % dim]);
-            };
-            for _ in 0..n_tokens {
-                add(&mut layer.key_gram, &key);
-                add(&mut layer.query_gram, &rng.normals(dim, 1.0));
-                let mut value = rng.normals(dim, 1.0);
-                value[2] = 0.0;
-                add(&mut layer.value_gram, &value);
-            }
-            for row in well_conditioned(&mut rng, dim).chunks(dim) {
-                add(&mut layer.output_gram, row);
-            }
-            layer.key_sum[head * dim..(head + 1) * dim]
-                .iter_mut()
-                .zip(&key)
-                .for_each(|(sum, x)| *sum = x * n_tokens as f64);
-        }
-    }
-    statistics.save(&path).expect("saved");
+    statistics(&tiny, &source).save(&path).expect("saved");
     let report = inspect(&path, Some(&source), &Quiet).expect("statistics");
     assert_only(&report, &[]);
     assert_eq!(report.kind, Kind::Statistics);
