@@ -15,6 +15,14 @@ pub enum DataError {
     /// A file could not be read or decompressed.
     #[error(transparent)]
     Format(#[from] FormatError),
+    /// A compressed file that is damaged or cut short.
+    #[error("{path}: cannot be decompressed: {detail}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// The decompressor's words.
+        detail: String,
+    },
     /// The hub or the tokenizer failed.
     #[error(transparent)]
     Checkpoint(CheckpointError),
@@ -130,6 +138,24 @@ pub enum DataError {
         /// Sequence, from 0.
         sequence: usize,
     },
+    /// A list of more token ids than one sequence may have.
+    #[error("{source_name}: sequence {sequence} is longer than {max} tokens")]
+    LongSequence {
+        /// The file.
+        source_name: String,
+        /// Sequence, from 0.
+        sequence: usize,
+        /// The bound.
+        max: usize,
+    },
+    /// More sequences than are taken in.
+    #[error("{source_name}: more than {max} sequences")]
+    TooManySequences {
+        /// The file.
+        source_name: String,
+        /// The bound.
+        max: usize,
+    },
     /// More token ids than are taken in.
     #[error("{source_name}: more than {max} token ids")]
     TooManyIds {
@@ -201,7 +227,13 @@ impl DataError {
             Self::Parquet { .. } => "download or write the file again".to_owned(),
             Self::TokenId { .. } => "make the ids with this model's own tokenizer".to_owned(),
             Self::EmptySequence { .. } => "leave the empty list out".to_owned(),
-            Self::TooManyIds { .. } => "split the file, and merge the statistics with `wush merge`".to_owned(),
+            Self::LongSequence { .. } => {
+                "cut it: beyond its longest position a model computes nonsense (--rope-scaling extends it)".to_owned()
+            }
+            Self::Damaged { .. } => "the file is damaged or cut short: copy or download it again".to_owned(),
+            Self::TooManyIds { .. } | Self::TooManySequences { .. } => {
+                "take fewer with --sequences, or split the file and merge the statistics with `wush merge`".to_owned()
+            }
             Self::TooLittle { found: 0, of_length: Some(_), .. } => "pass more text, or a smaller --seq-len".to_owned(),
             Self::TooLittle { found, of_length, .. } => {
                 let shorter = if of_length.is_some() { ", a smaller --seq-len" } else { "" };

@@ -30,6 +30,7 @@ use wush_format::monitor::Monitor;
 
 use documents::{Documents, ReadOptions, SEPARATOR};
 use files::Files;
+use ids::Limits;
 use pack::Packer;
 use source::{Compression, FileKind};
 
@@ -50,7 +51,7 @@ const BYTES_PER_TOKEN: usize = 4;
 ///
 /// Text is tokenized document by document, without special tokens, and packed as [`PackOptions`] says. A `.txt` file is
 /// one document; where the tokenizer has the special token `<|endoftext|>`, a line of exactly that parts two. A `.json`
-/// file's lists are the sequences, as they are: neither tokenizer nor BOS, nor `seq_len`, apply.
+/// file's lists are the sequences, as they are: neither tokenizer nor BOS apply, and `seq_len` is the longest that is taken.
 ///
 /// # Errors
 /// Every variant of [`DataError`]; `TooLittle` says how many sequences there were.
@@ -78,12 +79,12 @@ fn load_ids(path: &Path, compression: Compression, options: &PackOptions, monito
         return Err(DataError::NotFound { path: path.to_owned() });
     }
     let name = file_name(path);
-    let sequences = ids::read(path, compression, options.sequences)?;
+    let PackOptions { sequences, seq_len, vocab_size, .. } = *options;
+    let sequences = ids::read(path, compression, Limits { sequences, seq_len, vocab_size })?;
     let (found, wanted) = (sequences.len(), options.sequences.unwrap_or(1));
     if found < wanted {
         return Err(DataError::TooLittle { source_name: name, found, wanted, of_length: None, n_tokens: None });
     }
-    pack::check_ids(&sequences, options.vocab_size, &name)?;
     let n_tokens = sequences.iter().map(|ids| ids.len() as u64).sum();
     monitor.begin(STAGE, "tokens", n_tokens);
     monitor.advance(n_tokens);

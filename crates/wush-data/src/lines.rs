@@ -14,6 +14,9 @@ use crate::{DataError, Result};
 /// Longest line that is read: a document of a `.jsonl`. Bounds memory against a file without line ends.
 pub(crate) const MAX_LINE_BYTES: usize = 64 << 20;
 
+/// What some editors put in front of UTF-8; it is no text.
+pub(crate) const BYTE_ORDER_MARK: &[u8; 3] = b"\xef\xbb\xbf";
+
 /// Opens a file for reading, decompressed.
 pub(crate) fn open(path: &Path, compression: Compression) -> Result<Box<dyn Read>> {
     let file = open_regular(path)?;
@@ -22,14 +25,25 @@ pub(crate) fn open(path: &Path, compression: Compression) -> Result<Box<dyn Read
         Compression::Gzip => Box::new(MultiGzDecoder::new(file)),
         Compression::Zstd => {
             let decoder = zstd::stream::read::Decoder::new(file);
-            Box::new(decoder.map_err(|e| FormatError::io(path, "decompress", e))?)
+            Box::new(decoder.map_err(|e| read_error(path, compression, e))?)
         }
     })
+}
+
+/// What the system says is its own; what it does not say, the decompressor found in the file.
+pub(crate) fn read_error(path: &Path, compression: Compression, error: std::io::Error) -> DataError {
+    match compression {
+        Compression::Gzip | Compression::Zstd if error.raw_os_error().is_none() => {
+            DataError::Damaged { path: path.to_owned(), detail: error.to_string() }
+        }
+        _ => FormatError::io(path, "read", error).into(),
+    }
 }
 
 /// The lines of a file, in order.
 pub(crate) struct Lines {
     path: PathBuf,
+    compression: Compression,
     reader: BufReader<Box<dyn Read>>,
     line: Vec<u8>,
     max_bytes: usize,
@@ -40,12 +54,14 @@ pub(crate) struct Lines {
 
 impl Lines {
     pub(crate) fn open(path: &Path, compression: Compression) -> Result<Self> {
-        Ok(Self::new(path, open(path, compression)?, MAX_LINE_BYTES))
+        let reader = open(path, compression)?;
+        Ok(Self { compression, ..Self::new(path, reader, MAX_LINE_BYTES) })
     }
 
     fn new(path: &Path, reader: Box<dyn Read>, max_bytes: usize) -> Self {
         let reader = BufReader::with_capacity(64 << 10, reader);
-        Self { path: path.to_owned(), reader, line: Vec::new(), max_bytes, number: 0, offset: 0 }
+        let compression = Compression::None;
+        Self { path: path.to_owned(), compression, reader, line: Vec::new(), max_bytes, number: 0, offset: 0 }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -57,12 +73,13 @@ impl Lines {
         self.number
     }
 
-    /// The next line with its line end; `None` at the end of the file.
+    /// The next line with its line end; `None` at the end of the file. A byte order mark at the start is left out.
     pub(crate) fn next_line(&mut self) -> Result<Option<&str>> {
         self.offset += self.line.len() as u64;
         self.line.clear();
         let mut bounded = (&mut self.reader).take(self.max_bytes as u64 + 1);
-        let n = bounded.read_until(b'\n', &mut self.line).map_err(|e| FormatError::io(&self.path, "read", e))?;
+        let read = bounded.read_until(b'\n', &mut self.line);
+        let n = read.map_err(|e| read_error(&self.path, self.compression, e))?;
         if n == 0 {
             return Ok(None);
         }
@@ -72,6 +89,7 @@ impl Lines {
             return Err(DataError::LineTooLong { path, line: self.number, max_bytes: self.max_bytes });
         }
         match std::str::from_utf8(&self.line) {
+            Ok(line) if self.number == 1 => Ok(Some(line.strip_prefix('\u{feff}').unwrap_or(line))),
             Ok(line) => Ok(Some(line)),
             Err(e) => {
                 let offset = self.offset + e.valid_up_to() as u64;
@@ -98,6 +116,13 @@ mod tests {
         }
         assert_eq!(found, ["a\r\n", "\n", "last"]);
         assert_eq!(lines.number(), 3);
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_text() {
+        let mut lines = lines(b"\xef\xbb\xbfab\n\xef\xbb\xbfc", 10);
+        assert_eq!(lines.next_line().expect("valid"), Some("ab\n"));
+        assert_eq!(lines.next_line().expect("valid"), Some("\u{feff}c"), "elsewhere it is a character");
     }
 
     #[test]

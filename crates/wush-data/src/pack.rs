@@ -10,7 +10,7 @@ pub const DEFAULT_SEQUENCES: usize = 128;
 /// How calibration data becomes sequences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackOptions {
-    /// Tokens in a sequence, its BOS among them. Not for token-id lists.
+    /// Tokens in a sequence, its BOS among them; for token-id lists the most tokens that one may have.
     pub seq_len: usize,
     /// Number of sequences. `None`: [`DEFAULT_SEQUENCES`] of text, or every token-id list of a file.
     pub sequences: Option<usize>,
