@@ -148,6 +148,13 @@ impl Checkpoint {
         Ok(paths)
     }
 
+    /// Whether `dir` looks like a checkpoint: it has `config.json` and the weights or their index. Says nothing of whether
+    /// it can be used.
+    pub fn is_at(dir: &Path) -> bool {
+        let is_weights = |name: &String| name == INDEX || is_shard_name(name);
+        dir.join(CONFIG).is_file() && files::top_level(dir).is_ok_and(|names| names.iter().any(is_weights))
+    }
+
     /// Whether the directory is a bundle of wush: it has `wush/manifest.json`.
     pub fn is_bundle(&self) -> bool {
         self.dir.join(WUSH_DIR).join(MANIFEST).is_file()

@@ -5,6 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use wush_format::FormatError;
+use wush_format::json::shown;
+use wush_format::manifest::is_inside;
 
 use crate::{CheckpointError, Result};
 
@@ -28,8 +30,9 @@ pub(crate) fn top_level(dir: &Path) -> Result<Vec<String>> {
 /// Relative paths of all files below `dir`, sorted, forward slashes; [`SKIPPED`] folders are left out.
 ///
 /// # Errors
-/// `Escapes` for a link that leads out, `Unsupported` for a linked folder or what is neither file nor folder,
-/// `NotACheckpoint` beyond [`MAX_FILES`] or [`MAX_DEPTH`], `Format` when something cannot be read.
+/// `Escapes` for a link that leads out, `Unsupported` for a linked folder, a link to nothing, what is neither file nor
+/// folder, or a name that no manifest may list, `NotACheckpoint` beyond [`MAX_FILES`] or [`MAX_DEPTH`], `Format` when
+/// something cannot be read.
 pub(crate) fn all_files(dir: &Path) -> Result<Vec<String>> {
     let home = Home::new(dir)?;
     let mut found = Vec::new();
@@ -54,10 +57,23 @@ fn walk(home: &Home, dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Str
         if found.len() == MAX_FILES {
             return Err(too_large(&home.dir, format!("more than {MAX_FILES} files")));
         }
+        if !is_inside(&relative) {
+            let detail = "a backslash or a control character is in its name, so the manifest cannot list it";
+            return Err(bad_name(&home.dir, shown(&relative), detail));
+        }
         home.check_file(&relative)?;
         found.push(relative);
     }
     Ok(())
+}
+
+fn bad_name(dir: &Path, name: String, detail: &str) -> CheckpointError {
+    CheckpointError::Unsupported {
+        path: dir.to_owned(),
+        what: format!("file {name}"),
+        detail: detail.to_owned(),
+        hint: "rename or remove it",
+    }
 }
 
 fn too_large(dir: &Path, detail: String) -> CheckpointError {
@@ -81,11 +97,8 @@ fn entries(dir: &Path) -> Result<Vec<Entry>> {
         if list.len() == MAX_FILES {
             return Err(too_large(dir, format!("more than {MAX_FILES} files")));
         }
-        let name = entry.file_name().into_string().map_err(|name| CheckpointError::Unsupported {
-            path: dir.to_owned(),
-            what: format!("file {name:?}"),
-            detail: "its name is not UTF-8, so the manifest cannot list it".to_owned(),
-            hint: "rename or remove it",
+        let name = entry.file_name().into_string().map_err(|name| {
+            bad_name(dir, format!("{name:?}"), "its name is not UTF-8, so the manifest cannot list it")
         })?;
         let is_dir = entry.file_type().map_err(io)?.is_dir();
         list.push(Entry { name, path: entry.path(), is_dir });
@@ -107,24 +120,35 @@ impl Home {
         Ok(Self { dir: dir.to_owned(), blobs: blob_folder(&real_dir), real_dir })
     }
 
-    /// A regular file, reached without leaving the directory (or into the blobs).
+    /// A regular file that can be opened, reached without leaving the directory (or into the blobs).
     pub(crate) fn check_file(&self, relative: &str) -> Result<()> {
         let path = self.dir.join(relative);
+        let unsupported = |detail: &str, hint| CheckpointError::Unsupported {
+            path: self.dir.clone(),
+            what: relative.to_owned(),
+            detail: detail.to_owned(),
+            hint,
+        };
+        if is_dangling(&path) {
+            return Err(unsupported("it is a link to nothing", "download the file again, or remove the link"));
+        }
         let real = fs::canonicalize(&path).map_err(|e| FormatError::io(&path, "open", e))?;
         let inside = real.starts_with(&self.real_dir);
         if !inside && !self.blobs.as_ref().is_some_and(|blobs| real.starts_with(blobs)) {
             return Err(CheckpointError::Escapes { path: self.dir.clone(), entry: relative.to_owned() });
         }
         if !real.is_file() {
-            return Err(CheckpointError::Unsupported {
-                path: self.dir.clone(),
-                what: relative.to_owned(),
-                detail: "expected a regular file, found a linked folder or a special file".to_owned(),
-                hint: "replace it by what it stands for, or remove it",
-            });
+            let detail = "expected a regular file, found a linked folder or a special file";
+            return Err(unsupported(detail, "replace it by what it stands for, or remove it"));
         }
+        fs::File::open(&path).map_err(|e| FormatError::io(&path, "open", e))?;
         Ok(())
     }
+}
+
+/// Whether there is a link at `path`, and nothing where it leads.
+pub(crate) fn is_dangling(path: &Path) -> bool {
+    path.is_symlink() && !path.exists()
 }
 
 /// `REPO/blobs` for `REPO/snapshots/REVISION`.

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use globset::{GlobBuilder, GlobMatcher};
 use wush_format::monitor::Monitor;
 
-use crate::{CheckpointError, Result};
+use crate::{CheckpointError, Result, files, refusals};
 use cache::RepoCache;
 use client::{Hub, RemoteFile};
 use ids::RepoId;
@@ -48,13 +48,17 @@ pub struct ResolvedModel {
 /// interrupted download is resumed by the next call.
 ///
 /// # Errors
-/// `Hub` when `arg` is neither, when the repository, the revision or the weights are not there, access is refused, the
-/// hub cannot be reached, a transfer breaks off again and again, or offline mode finds too little in the cache;
+/// `NotACheckpoint` for a link to nothing; `Hub` when `arg` is neither, when the repository, the revision or the weights
+/// are not there, access is refused, the hub cannot be reached, a transfer breaks off again and again, or offline mode
+/// finds too little in the cache;
 /// `Format` when the cache cannot be written; `Interrupted`.
 pub fn resolve_model(arg: &str, options: &HubOptions, monitor: &dyn Monitor) -> Result<ResolvedModel> {
     let local = Path::new(arg);
     if local.is_dir() {
         return Ok(ResolvedModel { dir: local.to_owned(), id: directory_name(local), revision: None });
+    }
+    if files::is_dangling(local) {
+        return Err(refusals::not_a_directory(local));
     }
     let (id, revision) = RepoId::parse(HubKind::Model, arg)?;
     let cache = RepoCache::new(options, &id);

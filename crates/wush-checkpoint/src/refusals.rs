@@ -11,6 +11,7 @@ use crate::{CheckpointError, Result};
 const DEQUANTIZE: &str = "dequantize the checkpoint to bf16 or f32 first, or start from the original one";
 const CONVERT_PICKLE: &str = "convert it to safetensors first: load it with transformers and save_pretrained()";
 const NO_GGUF: &str = "pass the original checkpoint, with config.json and .safetensors files";
+const PASS_A_DIRECTORY: &str = "pass a checkpoint's directory, or a hub id such as Qwen/Qwen3-8B";
 const MERGE: &str = "merge the adapter into its base model first (peft: merge_and_unload()), then convert the result";
 
 /// Configuration keys that announce quantized weights.
@@ -129,7 +130,11 @@ pub(crate) fn no_weights(dir: &Path, names: &[String]) -> CheckpointError {
 /// The error for a path that is no directory.
 pub(crate) fn not_a_directory(path: &Path) -> CheckpointError {
     let is_gguf = path.extension().is_some_and(|extension| extension == "gguf");
-    let hint = if is_gguf { NO_GGUF } else { "pass a checkpoint's directory, or a hub id such as Qwen/Qwen3-8B" };
-    let detail = if path.exists() { "it is a file" } else { "there is nothing at this path" };
+    let (detail, hint) = match path.exists() {
+        true if is_gguf => ("it is a file", NO_GGUF),
+        true => ("it is a file", PASS_A_DIRECTORY),
+        false if path.is_symlink() => ("it is a link to nothing", "set the link right, or pass the directory itself"),
+        false => ("there is nothing at this path", PASS_A_DIRECTORY),
+    };
     CheckpointError::NotACheckpoint { dir: path.to_owned(), detail: detail.to_owned(), hint }
 }
