@@ -1,7 +1,10 @@
 //! What the end-to-end tests share: the program, a small calibration, and schema checks.
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize_to_file};
 use serde_json::Value;
 use wush_tests::{Program, Scratch, fixture, root};
 
@@ -80,7 +83,7 @@ pub fn on_tiny(scratch: &Scratch, command: &str, model: &Path, more: &[&str]) ->
 /// Asserts that `report` fits `schemas/{name}.json`.
 pub fn assert_schema(name: &str, report: &Value) {
     let path = root().join(format!("schemas/{name}.json"));
-    let text = std::fs::read_to_string(&path).expect("a schema");
+    let text = fs::read_to_string(&path).expect("a schema");
     let schema: Value = serde_json::from_str(&text).expect("JSON");
     let validator = jsonschema::validator_for(&schema).expect("a valid schema");
     let errors: Vec<String> = validator.iter_errors(report).map(|e| format!("{}: {e}", e.instance_path())).collect();
@@ -106,4 +109,47 @@ pub fn filters() -> Vec<(&'static str, &'static str)> {
         (r"[+-]?\d+\.\d+", "[float]"),
         (r" +\[float\]", " [float]"),
     ]
+}
+
+/// Edits `config.json` of a model's copy.
+pub fn edit_config(model: &Path, edit: impl FnOnce(&mut serde_json::Map<String, Value>)) {
+    let path = model.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).expect("read")).expect("JSON");
+    edit(config.as_object_mut().expect("an object"));
+    fs::write(path, config.to_string()).expect("written");
+}
+
+/// Tensors by name: dtype, shape, bytes.
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// Edits the tensors of a one-shard copy.
+pub fn edit_tensors(model: &Path, edit: impl FnOnce(&mut Tensors)) {
+    let path = model.join("model.safetensors");
+    let bytes = fs::read(&path).expect("read");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let own = |(name, view): (&str, TensorView<'_>)| {
+        (name.to_owned(), (view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+    };
+    let mut tensors: Tensors = file.iter().map(own).collect();
+    edit(&mut tensors);
+    save(&path, &tensors);
+}
+
+/// Writes a shard.
+pub fn save(path: &Path, tensors: &Tensors) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("a consistent tensor"))
+    });
+    serialize_to_file(views, None, path).expect("written");
+}
+
+/// Makes the first element of a tensor a NaN.
+pub fn not_finite(model: &Path, name: &str) {
+    edit_tensors(model, |tensors| {
+        let (dtype, _, bytes) = tensors.get_mut(name).expect("there");
+        match dtype {
+            Dtype::F32 => bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes()),
+            _ => bytes[..2].copy_from_slice(&0x7fc0_u16.to_le_bytes()),
+        }
+    });
 }

@@ -114,7 +114,7 @@ fn ctrl_c_stops_cleanly_and_says_how_to_resume() {
         let scratch = Scratch::new();
         let program = wush(&scratch);
         let child = program.start(&command("convert", "bundle", &[]));
-        wait_for("calibration", || scratch.join("bundle.wush-work").exists());
+        wait_for("the first save", || scratch.join("bundle.wush-work/partial.safetensors").exists());
         signal(&child, name);
         let run = Outcome::of(child.wait_with_output().expect("waited for"));
         assert_eq!(run.code, Some(130), "{name}: {run:?}");

@@ -8,4 +8,5 @@ mod cli;
 mod common;
 mod errors;
 mod interrupt;
+mod robust;
 mod stages;

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use crate::dense::{add_gram_lower, add_product, mirror_lower, product, view, view_mut};
 use crate::number::Element;
 use crate::plan::{Edit, HeadPlan, Role, TensorPlan};
+use crate::source::check_finite;
 use crate::{FoldError, Result};
 
 /// Columns of X that are widened, multiplied and rounded at a time: 3 · 256 · d f64 stay in the second-level cache.
@@ -50,7 +51,10 @@ pub(crate) struct FoldedTensor {
 
 /// Folds one tensor whose stored bytes are `source`.
 pub(crate) fn fold_tensor(name: &str, plan: &TensorPlan, heads: &[HeadPlan], source: &[u8]) -> Result<FoldedTensor> {
-    let overflow = |value| FoldError::Overflow { tensor: name.to_owned(), value, dtype: plan.target.dtype() };
+    let overflow = |value| match check_finite(name, plan.source, source) {
+        Err(error) => error,
+        Ok(()) => FoldError::Overflow { tensor: name.to_owned(), value, dtype: plan.target.dtype() },
+    };
     let mut bytes = convert(plan.source, plan.target, source).map_err(overflow)?;
     let blocks: Vec<(Vec<u8>, Grams)> = plan
         .edits

@@ -109,7 +109,17 @@ pub enum FoldError {
         /// The other.
         second: String,
     },
-    /// A folded element is too large for the stored dtype, or the source is not finite.
+    /// A weight that a fold changes is NaN or infinite.
+    #[error("tensor {tensor}: element {index} is {value}, expected a finite number")]
+    NonFiniteWeight {
+        /// Name in the checkpoint.
+        tensor: String,
+        /// Of the first such element, row-major.
+        index: usize,
+        /// NaN or an infinity.
+        value: f64,
+    },
+    /// A folded element is too large for the stored dtype.
     #[error("tensor {tensor}: folding gives {value:e}, which {dtype:?} cannot hold")]
     Overflow {
         /// Name in the checkpoint.
@@ -162,8 +172,12 @@ impl FoldError {
             Self::NonFiniteTransform { .. } => "solve again: the transforms file is damaged or its statistics are",
             Self::Singular { .. } => "solve again with more damping, for example --damping 0.1",
             Self::WrongDtype { .. } => "convert the checkpoint to BF16, F16 or F32 first",
+            Self::NonFiniteWeight { .. } => {
+                "the checkpoint is damaged: compare it with its source, or download it again"
+            }
             Self::Overflow { dtype: Dtype::F32 | Dtype::F64, .. } => {
-                "the source weights are damaged: download them again"
+                "the weights or the transform are out of range: compare the checkpoint with its source, or solve again with \
+                 more damping"
             }
             Self::Overflow { .. } => "keep folded tensors wide with --fold-dtype f32",
             Self::Index { .. } | Self::Header { .. } => {

@@ -37,6 +37,15 @@ impl FoldDtype {
     }
 }
 
+impl From<FoldDtype> for Target {
+    fn from(dtype: FoldDtype) -> Self {
+        match dtype {
+            FoldDtype::Keep => Self::Keep,
+            FoldDtype::F32 => Self::F32,
+        }
+    }
+}
+
 /// Dtype of the tensors that an unfold changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum UnfoldDtype {
@@ -77,7 +86,7 @@ pub struct FoldOutcome {
 /// Before anything is written: a layer without transform or the reverse, wrong shapes, a transform that is not finite or
 /// not invertible ([`FoldError::Singular`]), a tensor with two roles, a source that is a bundle already. After the pass,
 /// in which the weights are hashed: [`FoldError::WrongModel`]. `out` then holds files that the caller drops, as with
-/// [`FoldError::Overflow`], I/O errors and [`FoldError::Interrupted`].
+/// [`FoldError::Overflow`], [`FoldError::NonFiniteWeight`], I/O errors and [`FoldError::Interrupted`].
 pub fn fold(
     checkpoint: &Checkpoint,
     spec: &ModelSpec,
@@ -90,11 +99,7 @@ pub fn fold(
         return Err(FoldError::AlreadyFolded { dir: checkpoint.dir().to_owned() });
     }
     let values = transforms.layers.iter().map(|(&layer, transforms)| (layer, transforms.value.clone())).collect();
-    let target = match dtype {
-        FoldDtype::Keep => Target::Keep,
-        FoldDtype::F32 => Target::F32,
-    };
-    run(checkpoint, spec, &values, (Direction::Fold, target), transforms.model_hash, out, monitor)
+    run(checkpoint, spec, &values, (Direction::Fold, dtype.into()), transforms.model_hash, out, monitor)
 }
 
 /// Undoes [`fold`] with the value sidecar of the bundle: `W_V = T^{-1} W_V'`, `b_V = T^{-1} b_V'`, `W_O = W_O' T`. Gives

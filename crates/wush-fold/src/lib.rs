@@ -31,6 +31,7 @@ mod number;
 mod plan;
 mod read;
 mod report;
+mod source;
 mod write;
 
 pub use check::{HeadCheck, Roundings, TransformCheck, check_head, check_transform};
@@ -39,3 +40,4 @@ pub use fold::{FoldDtype, FoldOutcome, UnfoldDtype, fold, unfold};
 pub use invert::{Inverse, condition_limit, invert};
 pub use read::HeadWeights;
 pub use report::{FoldReport, HeadError};
+pub use source::check_source;

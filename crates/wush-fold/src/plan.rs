@@ -60,10 +60,13 @@ pub(crate) struct TensorPlan {
     pub(crate) edits: Vec<Edit>,
 }
 
+/// The tensors that change, by name.
+pub(crate) type Tensors = BTreeMap<String, TensorPlan>;
+
 /// All that a fold changes.
 #[derive(Debug, Default)]
 pub(crate) struct FoldPlan {
-    pub(crate) tensors: BTreeMap<String, TensorPlan>,
+    pub(crate) tensors: Tensors,
     pub(crate) heads: Vec<HeadPlan>,
 }
 
@@ -96,19 +99,28 @@ pub(crate) fn plan(
     if let Some((&layer, _)) = transforms.range(spec.layers.len()..).next() {
         return Err(FoldError::UnknownLayer { layer, n_layers: spec.layers.len() });
     }
-    let mut plan = FoldPlan::default();
+    let mut heads = Vec::new();
     for (layer, layer_spec) in spec.layers.iter().enumerate() {
         let value = transforms.get(&layer).ok_or(FoldError::MissingLayer { layer })?;
         let attn = &layer_spec.attn;
         check_shape(layer, attn, value)?;
-        let first = plan.heads.len();
         for head in 0..attn.n_kv_heads {
-            plan.heads.push(plan_head(layer, head, attn, value.head(head), direction)?);
+            heads.push(plan_head(layer, head, attn, value.head(head), direction)?);
         }
-        plan_layer(&mut plan, checkpoint, layer_spec, first, target)?;
     }
-    check_shared(spec, &plan)?;
-    Ok(plan)
+    Ok(FoldPlan { tensors: plan_tensors(checkpoint, spec, target)?, heads })
+}
+
+/// The part of the plan that needs no transforms: the tensors that change, and their edits.
+pub(crate) fn plan_tensors(checkpoint: &Checkpoint, spec: &ModelSpec, target: Target) -> Result<Tensors> {
+    let mut tensors = Tensors::new();
+    let mut n_heads = 0;
+    for layer_spec in &spec.layers {
+        plan_layer(&mut tensors, checkpoint, layer_spec, n_heads, target)?;
+        n_heads += layer_spec.attn.n_kv_heads;
+    }
+    check_shared(spec, &tensors)?;
+    Ok(tensors)
 }
 
 fn check_shape(layer: usize, attn: &AttentionSpec, value: &HeadMatrices) -> Result<()> {
@@ -149,7 +161,7 @@ fn plan_head(
 
 /// Adds the edits of one layer; `first` is the plan's index of its KV head 0.
 fn plan_layer(
-    plan: &mut FoldPlan,
+    tensors: &mut Tensors,
     checkpoint: &Checkpoint,
     layer_spec: &LayerSpec,
     first: usize,
@@ -193,7 +205,7 @@ fn plan_layer(
             Edit { role, head: first + if role == Role::Output { block / group } else { block }, rows, cols }
         });
         let n_cols = slice.cols;
-        let tensor = plan.tensors.entry(slice.name.clone());
+        let tensor = tensors.entry(slice.name.clone());
         tensor.or_insert_with(|| TensorPlan { source, target, n_cols, edits: Vec::new() }).edits.extend(blocks);
     }
     Ok(())
@@ -227,9 +239,9 @@ struct Reader<'a> {
 }
 
 /// Refuses a tensor of which an edited row has a second role (of another layer, or outside attention).
-fn check_shared(spec: &ModelSpec, plan: &FoldPlan) -> Result<()> {
+fn check_shared(spec: &ModelSpec, tensors: &Tensors) -> Result<()> {
     let mut by_tensor: BTreeMap<&str, Vec<Reader<'_>>> = BTreeMap::new();
-    for reader in readers(spec).into_iter().filter(|reader| plan.tensors.contains_key(&reader.slice.name)) {
+    for reader in readers(spec).into_iter().filter(|reader| tensors.contains_key(&reader.slice.name)) {
         by_tensor.entry(&reader.slice.name).or_default().push(reader);
     }
     for (tensor, mut readers) in by_tensor {

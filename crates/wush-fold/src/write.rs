@@ -22,7 +22,7 @@ use wush_format::tensor_file::TensorFile;
 
 use crate::block::{FoldedTensor, fold_tensor};
 use crate::header::{growth, rewrite, rewrite_index};
-use crate::plan::{FoldPlan, TensorPlan};
+use crate::plan::{FoldPlan, TensorPlan, Tensors};
 use crate::report::{Collector, FoldReport};
 use crate::{FoldError, Result};
 
@@ -59,7 +59,7 @@ struct ShardPlan<'a> {
 
 /// Writes the folded checkpoint into `out`, which exists.
 pub(crate) fn write(checkpoint: &Checkpoint, plan: &FoldPlan, out: &Path, monitor: &dyn Monitor) -> Result<Written> {
-    let shards = checkpoint.shards().iter().map(|shard| plan_shard(shard, plan)).collect::<Result<Vec<_>>>()?;
+    let shards = plan_shards(checkpoint, &plan.tensors)?;
     let others = checkpoint.other_files()?;
     let stop = Stop { flag: AtomicBool::new(false), monitor };
     let total = shards.iter().map(|shard| shard.file.bytes().len() as u64).sum();
@@ -110,10 +110,22 @@ impl Stop<'_> {
     }
 }
 
-fn plan_shard<'a>(shard: &'a wush_checkpoint::Shard, plan: &'a FoldPlan) -> Result<ShardPlan<'a>> {
+/// Finds headers and an index that cannot follow a change of dtype; writes nothing.
+pub(crate) fn check_layout(checkpoint: &Checkpoint, tensors: &Tensors) -> Result<()> {
+    let growth = plan_shards(checkpoint, tensors)?.iter().map(|shard| shard.growth).sum();
+    for name in checkpoint.other_files()?.iter().filter(|name| changes_index(name, growth)) {
+        rewritten_index(&checkpoint.dir().join(name), name, growth)?;
+    }
+    Ok(())
+}
+
+fn plan_shards<'a>(checkpoint: &'a Checkpoint, tensors: &'a Tensors) -> Result<Vec<ShardPlan<'a>>> {
+    checkpoint.shards().iter().map(|shard| plan_shard(shard, tensors)).collect()
+}
+
+fn plan_shard<'a>(shard: &'a wush_checkpoint::Shard, planned: &'a Tensors) -> Result<ShardPlan<'a>> {
     let tensors = shard.file.tensors();
-    let changes: HashMap<&str, &TensorPlan> = plan
-        .tensors
+    let changes: HashMap<&str, &TensorPlan> = planned
         .iter()
         .filter(|(name, _)| tensors.contains_key(*name))
         .map(|(name, plan)| (name.as_str(), plan))
@@ -231,9 +243,8 @@ fn copy_other(source_dir: &Path, out: &Path, name: &str, growth: i64) -> Result<
         std::fs::create_dir_all(parent).map_err(|error| FormatError::io(parent, "create", error))?;
     }
     let mut target = File::create_new(&to).map_err(|error| FormatError::io(&to, "create", error))?;
-    if growth != 0 && name.ends_with(".safetensors.index.json") {
-        let text = std::fs::read(&from).map_err(|error| FormatError::io(&from, "read", error))?;
-        let changed = rewrite_index(name, &text, growth)?;
+    if changes_index(name, growth) {
+        let (text, changed) = rewritten_index(&from, name, growth)?;
         target.write_all(&changed).map_err(|error| FormatError::io(&to, "write", error))?;
         return Ok((
             entry(name, Sha::of(&text), text.len() as u64),
@@ -252,6 +263,18 @@ fn copy_other(source_dir: &Path, out: &Path, name: &str, growth: i64) -> Result<
     }
     let (_, sha256, n_bytes) = writer.finish();
     Ok((entry(name, sha256, n_bytes), entry(name, sha256, n_bytes)))
+}
+
+/// Whether the file `name` is an index that must follow folded tensors of other sizes.
+fn changes_index(name: &str, growth: i64) -> bool {
+    growth != 0 && name.ends_with(".safetensors.index.json")
+}
+
+/// An index as it is, and as it must become.
+fn rewritten_index(path: &Path, name: &str, growth: i64) -> Result<(Vec<u8>, Vec<u8>)> {
+    let text = std::fs::read(path).map_err(|error| FormatError::io(path, "read", error))?;
+    let changed = rewrite_index(name, &text, growth)?;
+    Ok((text, changed))
 }
 
 fn entry(path: &str, sha256: Sha, n_bytes: u64) -> FileEntry {

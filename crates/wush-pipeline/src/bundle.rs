@@ -5,7 +5,7 @@ use std::path::Path;
 
 use wush_checkpoint::Checkpoint;
 use wush_fold::FoldOutcome;
-use wush_format::atomic::{StagedDir, write_file};
+use wush_format::atomic::write_file;
 use wush_format::bundle::{
     CARD, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
 };
@@ -35,22 +35,21 @@ const FOLDED_VALUES: &str = "folded-values";
 /// # Errors
 /// `Mismatch` when the transforms belong to another model; whatever folding or the forward passes refuse; `Io`;
 /// `Interrupted`. Nothing is left behind then.
-pub(crate) fn build(plan: &FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
-    let model = &plan.model;
+pub(crate) fn build(plan: FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
+    let (model, dir) = (&plan.model, plan.out.staged());
     require_shapes(model, transforms)?;
-    let staged = StagedDir::create(&plan.out.path)?;
-    let folded = wush_fold::fold(&model.checkpoint, &model.spec, transforms, staged.path(), plan.dtype, env.monitor)
-        .in_stage("fold")?;
-    let sidecar = write_sidecars(staged.path(), transforms, folded.folded_hash).in_stage("fold")?;
-    let equivalence = check_equivalence(plan, staged.path(), &sidecar, env).in_stage("verify")?;
-    let manifest = write_manifest(plan, transforms, folded, equivalence, staged.path()).in_stage("emit")?;
+    let folded =
+        wush_fold::fold(&model.checkpoint, &model.spec, transforms, dir, plan.dtype, env.monitor).in_stage("fold")?;
+    let sidecar = write_sidecars(dir, transforms, folded.folded_hash).in_stage("fold")?;
+    let equivalence = check_equivalence(&plan, dir, &sidecar, env).in_stage("verify")?;
+    let manifest = write_manifest(&plan, transforms, folded, equivalence, dir).in_stage("emit")?;
     let target = match manifest.status {
         Status::Complete => plan.out.path.clone(),
         Status::Failed => plan.out.failed(),
     };
-    let out = WrittenDir::measure(staged.path(), &target)?;
-    staged.commit_as(&target)?;
-    Ok(report(plan, manifest, out))
+    let report = report(&plan, manifest, WrittenDir::measure(dir, &target)?);
+    plan.out.commit_as(&target)?;
+    Ok(report)
 }
 
 /// Transforms of another model are refused before any weight is read, where their shapes already say so; a model of the
@@ -112,7 +111,7 @@ fn check_equivalence(
     sidecar: &KeySidecar,
     env: &Environment<'_>,
 ) -> Result<Option<Equivalence>> {
-    let Some(check) = &plan.verify else { return Ok(None) };
+    let Ok(check) = &plan.verify else { return Ok(None) };
     let bundle = Checkpoint::open(dir)?;
     let spec = arch::resolve(&bundle, plan.model.rope_scaling.as_ref())?;
     let source = Side { checkpoint: &plan.model.checkpoint, spec: &plan.model.spec };
@@ -176,7 +175,7 @@ fn sorted(mut files: Vec<FileEntry>) -> Vec<FileEntry> {
 }
 
 fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport {
-    let notes = notes::of_bundle(&plan.model, plan.dtype, manifest.calibration.as_ref(), manifest.equivalence.as_ref());
+    let notes = notes::of_bundle(plan, manifest.calibration.as_ref(), &manifest.fold);
     ConvertReport {
         verdict: if manifest.status == Status::Complete { Verdict::Ok } else { Verdict::Failed },
         model: ModelInfo::new(&plan.model, manifest.source.model_hash),

@@ -34,8 +34,11 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
     plan.announce(env.monitor);
     let clock = Instant::now();
     let partial = plan.out.partial();
-    let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor).in_stage("calibrate")?;
-    let written = done.statistics.save(&plan.out.path)?;
+    let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor);
+    let done = done.in_stage("calibrate").map_err(|e| e.resumable(&partial))?;
+    let written = done.statistics.save(plan.out.staged()).map_err(|e| PipelineError::from(e).resumable(&partial))?;
+    let out = WrittenFile::new(&plan.out.path, written);
+    plan.out.commit()?;
     discard(&partial)?;
     Ok(CalibrateReport {
         model: ModelInfo::new(&plan.model, done.statistics.info.model_hash),
@@ -44,7 +47,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
         resumed_sequences: done.resumed_sequences as u64,
         notes: plan.notes,
         memory: plan.memory,
-        out: WrittenFile::new(&plan.out.path, written),
+        out,
         seconds: clock.elapsed().as_secs_f64(),
     })
 }
@@ -93,7 +96,7 @@ pub(crate) fn accumulate(
 /// The statistics to go on from: those of the partial file, else empty ones with the part that needs no text.
 fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statistics> {
     if partial.symlink_metadata().is_ok() {
-        let statistics = Statistics::load(partial)?;
+        let statistics = load_saved(partial)?;
         if !is_prefix(&statistics.info, plan) {
             return Err(PipelineError::OtherPlan { path: partial.to_owned() });
         }
@@ -103,6 +106,15 @@ fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statis
     let mut statistics = Statistics::new(&model.spec, info);
     wush_stats::output_gram(&model.checkpoint, &model.spec, &mut statistics)?;
     Ok(statistics)
+}
+
+/// Statistics that an earlier run saved.
+///
+/// # Errors
+/// `DamagedWork`.
+pub(crate) fn load_saved(path: &Path) -> Result<Statistics> {
+    Statistics::load(path)
+        .map_err(|source| PipelineError::DamagedWork { path: path.to_owned(), source: Box::new(source) })
 }
 
 /// Whether `found` describes all or the first sequences of `plan`, with the same settings.

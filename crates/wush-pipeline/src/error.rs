@@ -1,7 +1,7 @@
 //! The one error type of this crate: a room's own error, or what only the order of the stages can see. Every message
 //! says what failed and where; the remedy is [`PipelineError::hint`], a separate line.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use wush_checkpoint::CheckpointError;
 use wush_data::DataError;
@@ -74,8 +74,6 @@ pub enum PipelineError {
         role: &'static str,
         /// The solver's own error.
         source: TransformError,
-        /// Whether the statistics are kept for `--resume`.
-        resumable: bool,
     },
     /// An option's value cannot be used.
     #[error("{option}: expected {expected}, found {found}")]
@@ -100,7 +98,7 @@ pub enum PipelineError {
         path: PathBuf,
     },
     /// An output inside the checkpoint that is read.
-    #[error("{path}: the output lies inside the source directory {source_dir}")]
+    #[error("{path}: the output lies inside the checkpoint directory {source_dir}")]
     OutputInsideSource {
         /// The output.
         path: PathBuf,
@@ -118,6 +116,36 @@ pub enum PipelineError {
     OtherPlan {
         /// The partial file.
         path: PathBuf,
+    },
+    /// Something at the work directory's place that no run of wush put there.
+    #[error("{path}: expected nothing or the work of an earlier run, found {found}")]
+    ForeignWork {
+        /// The work directory.
+        path: PathBuf,
+        /// What is there.
+        found: String,
+    },
+    /// Saved work that cannot be read.
+    #[error("{source}")]
+    DamagedWork {
+        /// The saved statistics.
+        path: PathBuf,
+        /// What is wrong with them.
+        source: Box<StatsError>,
+    },
+    /// The name of the model's directory would draw on a terminal, and no manifest may state it.
+    #[error("the model directory's name {name} has a control character")]
+    ModelName {
+        /// The name, escaped.
+        name: String,
+    },
+    /// A failure after which there is work to continue.
+    #[error("{source}")]
+    Resumable {
+        /// What happened.
+        source: Box<PipelineError>,
+        /// The partial file or work directory.
+        kept: PathBuf,
     },
     /// A file of wush of another kind than the command takes.
     #[error("{path}: is a {found} file, not a {expected} file")]
@@ -207,15 +235,14 @@ impl PipelineError {
             Self::Stats(e) => e.hint(),
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
-            Self::Solve { source: TransformError::Singular { damping, .. }, resumable: true, .. } => {
-                Some(singular_hint(*damping))
-            }
             Self::Solve { source, .. } => source.hint(),
             // The message says what is expected.
             Self::Option { .. } => None,
             Self::NoCuda { .. } => own("use --device cpu, or leave it out"),
             Self::OutputExists { .. } => own("remove it, or choose another output path"),
-            Self::OutputInsideSource { .. } => own("choose a path outside: the source directory is copied"),
+            Self::OutputInsideSource { .. } => {
+                own("choose a path outside: a checkpoint's files are read and copied together")
+            }
             Self::UnfinishedWork { path } => {
                 Some(format!("add --resume to continue it, or remove {} to start over", path.display()))
             }
@@ -223,6 +250,10 @@ impl PipelineError {
                 "repeat the first run's options (--sequences may grow), or remove {} to start over",
                 path.display()
             )),
+            Self::ForeignWork { .. } => own("move it away, or choose another output path"),
+            Self::DamagedWork { path, .. } => Some(format!("remove {} to start over", path.display())),
+            Self::ModelName { .. } => own("rename the directory"),
+            Self::Resumable { source, kept } => Some(resumable_hint(source, kept)),
             Self::OtherKind { found: STATISTICS, .. } => own("`wush solve` makes transforms of it"),
             Self::OtherKind { .. } => {
                 own("`wush fold` puts transforms into a checkpoint; `wush calibrate` makes statistics")
@@ -232,16 +263,28 @@ impl PipelineError {
             Self::UnknownTransform { .. } => None,
             Self::OtherModel { .. } => own("pass the checkpoint that the transforms were made from"),
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
-            Self::Interrupted { kept } => kept.and(own("run the same command again with --resume to continue")),
+            Self::Interrupted { kept } => {
+                kept.filter(|kept| kept.done > 0).and(own("run the same command again with --resume to continue"))
+            }
             Self::Stage { source, .. } => source.hint(),
         }
     }
 
-    /// Says of a solver's failure that the statistics are kept.
-    pub(crate) fn with_statistics_kept(self) -> Self {
+    /// Says that what was saved in `kept`, if anything, can be continued. A stop says so itself, and so does an error of the
+    /// saved work.
+    pub(crate) fn resumable(self, kept: &Path) -> Self {
+        let says_so =
+            self.is_interruption() || matches!(self.root(), Self::OtherPlan { .. } | Self::DamagedWork { .. });
+        if says_so || kept.symlink_metadata().is_err() {
+            return self;
+        }
+        Self::Resumable { source: Box::new(self), kept: kept.to_owned() }
+    }
+
+    /// The error without the stages that it passed.
+    fn root(&self) -> &Self {
         match self {
-            Self::Solve { layer, head, role, source, .. } => Self::Solve { layer, head, role, source, resumable: true },
-            Self::Stage { stage, source } => Self::Stage { stage, source: Box::new(source.with_statistics_kept()) },
+            Self::Stage { source, .. } | Self::Resumable { source, .. } => source.root(),
             other => other,
         }
     }
@@ -256,16 +299,20 @@ impl PipelineError {
             | Self::Stats(StatsError::Interrupted)
             | Self::Fold(FoldError::Interrupted)
             | Self::Inspect(InspectError::Interrupted) => true,
-            Self::Stage { source, .. } => source.is_interruption(),
+            Self::Stage { source, .. } | Self::Resumable { source, .. } => source.is_interruption(),
             _ => false,
         }
     }
 }
 
-/// The statistics are there: only the solver has to run again.
-fn singular_hint(damping: f64) -> String {
-    let larger = if damping < DEFAULT_DAMPING { DEFAULT_DAMPING } else { damping * 10.0 };
-    format!("the statistics are kept: run the same command again with --resume --damping {larger}")
+/// The remedy of `error`, and how to go on from the work in `kept`.
+fn resumable_hint(error: &PipelineError, kept: &Path) -> String {
+    if let PipelineError::Solve { source: TransformError::Singular { damping, .. }, .. } = error.root() {
+        let larger = if *damping < DEFAULT_DAMPING { DEFAULT_DAMPING } else { damping * 10.0 };
+        return format!("the statistics are kept: run the same command again with --resume --damping {larger}");
+    }
+    let remedy = error.hint().map(|hint| format!("{hint}; ")).unwrap_or_default();
+    format!("{remedy}the sums so far are kept in {}: --resume continues from them", kept.display())
 }
 
 /// Names the stage of an error.
@@ -289,6 +336,8 @@ mod tests {
         let stop = PipelineError::Interrupted { kept: Some(Kept { done: 16, total: 24 }) };
         assert_eq!(stop.to_string(), "interrupted: kept 16 of 24 sequences");
         assert!(stop.hint().expect("a way on").contains("--resume"));
+        let stop = PipelineError::Interrupted { kept: Some(Kept { done: 0, total: 24 }) };
+        assert_eq!(stop.hint(), None, "there is nothing to continue");
         let stop = PipelineError::Interrupted { kept: None };
         assert_eq!((stop.to_string().as_str(), stop.hint()), ("interrupted", None));
     }

@@ -1,5 +1,7 @@
 //! Numbers as people read them, the same in notes, reports, the model card and progress.
 
+use wush_format::text::is_plain;
+
 /// Bytes in powers of ten, as `wush inspect` and disks count: "1.5 GB".
 pub fn human_bytes(n_bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
@@ -26,13 +28,24 @@ pub fn ratio(x: f64) -> String {
     if x < 1000.0 { format!("{x:.1}") } else { format!("{x:.1e}") }
 }
 
-/// A path or name as a shell takes it: quoted where it must be.
+/// A path or name as a shell takes it: quoted where it must be, and without what could draw on a terminal.
 pub fn shell_word(word: &str) -> String {
+    if !is_plain(word) {
+        // bash, zsh and POSIX of 2024 read escapes between $' and '.
+        let quoted = word.replace('\\', r"\\").replace('\'', r"\'");
+        let escape = |c: char| if is_plain(c.encode_utf8(&mut [0; 4])) { c.to_string() } else { bytes_of(c) };
+        return format!("$'{}'", quoted.chars().map(escape).collect::<String>());
+    }
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+@%:=,".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// A character's UTF-8 as octal escapes.
+fn bytes_of(c: char) -> String {
+    c.encode_utf8(&mut [0; 4]).bytes().map(|byte| format!("\\{byte:03o}")).collect()
 }
 
 #[cfg(test)]
@@ -58,5 +71,6 @@ mod tests {
     #[test]
     fn words_survive_a_shell() {
         assert_eq!(["a/b-1.x", "my model", "it's"].map(shell_word), ["a/b-1.x", "'my model'", r"'it'\''s'"]);
+        assert_eq!(shell_word("a\n\u{1b}'x\\"), r"$'a\012\033\'x\\'");
     }
 }

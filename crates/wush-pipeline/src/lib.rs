@@ -37,6 +37,7 @@ mod notes;
 mod paths;
 mod solve;
 mod unfold;
+mod work;
 
 pub use calibrate::calibrate;
 pub use convert::{convert, fold};
@@ -51,6 +52,7 @@ pub use solve::solve;
 pub use unfold::unfold;
 pub use wush_format::manifest;
 pub use wush_format::monitor::Monitor;
+pub use wush_format::text::printable;
 pub use wush_inspect as audit;
 
 /// The tool and its version, as files state it.

@@ -15,7 +15,7 @@ use crate::request::{Environment, MergeRequest};
 /// # Errors
 /// `OutputExists`; files of other models or settings, or a sequence twice.
 pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeReport> {
-    let out = NewFile::plan(&request.out)?;
+    let out = NewFile::plan_outside_checkpoints(&request.out)?;
     let mut parts = Vec::with_capacity(request.inputs.len());
     env.monitor.begin("merge", "files", request.inputs.len() as u64);
     for path in &request.inputs {
@@ -25,12 +25,15 @@ pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeRepor
     }
     env.monitor.end();
     let merged = Statistics::merge(parts).in_stage("merge")?;
-    let written = merged.save(&out.path)?;
+    let written = WrittenFile::new(&out.path, merged.save(out.staged())?);
+    let text = too_little_text(merged.info.positions, merged.info.head_dim);
+    let notes = text.into_iter().chain(out.name_note()).collect();
+    out.commit()?;
     Ok(MergeReport {
         model_id: merged.info.model_id.clone(),
         calibration: calibration_of(&merged.info),
-        notes: too_little_text(merged.info.positions, merged.info.head_dim).into_iter().collect(),
+        notes,
         inputs: request.inputs.len() as u64,
-        out: WrittenFile::new(&out.path, written),
+        out: written,
     })
 }

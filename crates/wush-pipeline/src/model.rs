@@ -5,7 +5,9 @@ use std::path::Path;
 use wush_checkpoint::Checkpoint;
 use wush_checkpoint::hub::resolve_model;
 use wush_format::hash::Sha;
+use wush_format::json::shown;
 use wush_format::manifest::FileEntry;
+use wush_format::text::is_plain;
 use wush_model::arch::{self, RopeScaling};
 use wush_model::spec::ModelSpec;
 
@@ -43,10 +45,13 @@ impl Model {
     /// Finds, opens and checks an unconverted checkpoint.
     ///
     /// # Errors
-    /// `NoCuda`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
+    /// `NoCuda`, `ModelName`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
     pub fn resolve(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
         let device = Device::pick(&request.device)?;
         let found = resolve_model(&request.model, &env.hub, env.monitor)?;
+        if !is_plain(&found.id) {
+            return Err(PipelineError::ModelName { name: shown(&found.id) });
+        }
         let checkpoint = Checkpoint::open(&found.dir)?;
         if checkpoint.is_bundle() {
             return Err(PipelineError::AlreadyFolded { path: found.dir });

@@ -3,15 +3,22 @@
 
 use serde_json::Value;
 use wush_fold::FoldDtype;
-use wush_format::manifest::{Calibration, Equivalence, Solve};
+use wush_format::manifest::{Calibration, FoldReport, Solve};
+use wush_format::tensor_file::Dtype;
 
 use crate::human::counted;
 use crate::model::Model;
+use crate::plan::{FoldPlan, Unchecked};
 use crate::solve::registry;
+use crate::verify::{folded_dtype, unit_roundoff};
 
 /// Tokens a head dimension below which statistics are called too few: the sample covariance of n positions in d dimensions
 /// has relative eigenvalue errors of about 2 √(d / n), here 0.6.
 const TOKENS_PER_DIMENSION: u64 = 10;
+
+/// Relative fold errors beyond this many unit roundoffs u are no longer rounding: the rounding errors of W_O' and W_V' are
+/// spread evenly and move their product by about 0.6 u (Frobenius norm), a badly conditioned transform by a small multiple.
+const FOLD_ERROR_ROUNDOFFS: f64 = 4.0;
 
 /// Names of a 16-bit type in `config.json`.
 const NARROW: [&str; 2] = ["bfloat16", "float16"];
@@ -29,20 +36,37 @@ pub(crate) fn too_little_text(tokens: u64, head_dim: usize) -> Option<String> {
 }
 
 /// What a bundle's user must know.
-pub(crate) fn of_bundle(
-    model: &Model,
-    dtype: FoldDtype,
-    calibration: Option<&Calibration>,
-    equivalence: Option<&Equivalence>,
-) -> Vec<String> {
+pub(crate) fn of_bundle(plan: &FoldPlan, calibration: Option<&Calibration>, fold: &FoldReport) -> Vec<String> {
+    let model = &plan.model;
     let text = calibration.and_then(|calibration| too_little_text(calibration.tokens, model.head_dim()));
-    let unchecked = equivalence.is_none().then(|| {
-        "equivalence not checked: no text was given to run, so the verdict does not cover it; `wush inspect BUNDLE --base \
-         MODEL` compares the weights"
-            .to_owned()
-    });
+    let unchecked = plan.verify.as_ref().err().map(|&reason| unchecked(reason));
+    let lossy = lossy_fold(fold, folded_dtype(&model.checkpoint, &model.spec, plan.dtype));
     let left_out = left_out(&model.checkpoint.other_weights().unwrap_or_default());
-    [text, unchecked, left_out].into_iter().flatten().chain(serving(model, dtype, calibration)).collect()
+    [text, unchecked, lossy, left_out].into_iter().flatten().chain(serving(model, plan.dtype, calibration)).collect()
+}
+
+/// The verdict of a bundle that did not run beside its source.
+pub(crate) fn unchecked(reason: Unchecked) -> String {
+    format!(
+        "equivalence not checked: {}, so the verdict does not cover it; `wush inspect BUNDLE --base MODEL` compares the \
+         weights",
+        reason.reason()
+    )
+}
+
+/// Folded numbers that their type cannot hold well: below its smallest normal number it has fewer digits, and in the end none.
+fn lossy_fold(fold: &FoldReport, stored: Dtype) -> Option<String> {
+    let expected = unit_roundoff(stored);
+    let is_rounding = fold.max_rel_error <= FOLD_ERROR_ROUNDOFFS * expected;
+    (!is_rounding).then(|| {
+        format!(
+            "folding lost precision: the largest relative error, {:.1e} in layer {}, is far more than the {expected:.1e} of \
+             {} numbers in their normal range. Fold with --fold-dtype f32",
+            fold.max_rel_error,
+            fold.worst_layer,
+            format!("{stored:?}").to_lowercase()
+        )
+    })
 }
 
 /// Copies of the weights that are not in the bundle, since the fold does not reach them.
@@ -126,6 +150,15 @@ mod tests {
         let note = too_little_text(32, 64).expect("32 tokens say nothing about 64 dimensions");
         assert!(note.starts_with("too little text: 32 tokens for heads of dimension 64; below 640"), "{note}");
         assert_eq!(too_little_text(640, 64), None);
+    }
+
+    #[test]
+    fn only_what_rounding_cannot_explain_is_called_lost() {
+        let fold = |max_rel_error| FoldReport { dtype: "keep".to_owned(), max_rel_error, worst_layer: 3 };
+        assert_eq!(lossy_fold(&fold(2.3e-3), Dtype::BF16), None);
+        let note = lossy_fold(&fold(0.79), Dtype::F16).expect("lost");
+        assert!(note.contains("7.9e-1 in layer 3") && note.contains("4.9e-4 of f16"), "{note}");
+        assert!(lossy_fold(&fold(f64::NAN), Dtype::F16).is_some());
     }
 
     #[test]

@@ -1,9 +1,12 @@
-//! Outputs are checked before any work: an hour of calibration must not end at a directory that was there all along.
+//! Outputs are checked and their names taken before any work: an hour of calibration must not end at a directory that was
+//! there all along, nor at one that another run made in the meantime.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use wush_checkpoint::Checkpoint;
 use wush_format::FormatError;
+use wush_format::atomic::{StagedDir, StagedFile};
 use wush_format::tensor_file::TensorFile;
 
 use crate::error::{STATISTICS, TRANSFORMS};
@@ -15,50 +18,91 @@ const FAILED_SUFFIX: &str = ".failed";
 const WORK_SUFFIX: &str = ".wush-work";
 /// Suffix of the statistics that `calibrate` has summed so far.
 const PARTIAL_SUFFIX: &str = ".wush-resume";
+/// By this ending `wush inspect` and others tell what a file is.
+const EXTENSION: &str = "safetensors";
 
-/// A file that will be written, and where the work on it is kept until then.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A file that will be written. While this lives no other run can take its name.
+#[derive(Debug)]
 pub struct NewFile {
     /// The file.
     pub path: PathBuf,
+    staged: StagedFile,
 }
 
 impl NewFile {
-    /// Checks that nothing is at `path` and that its directory is there.
+    /// Checks that nothing is at `path` and that its directory is there, and takes the name.
     ///
     /// # Errors
-    /// `OutputExists`; `Io` when there is no directory to write into.
+    /// `OutputExists`; `Option` for a path without a name; `Busy`; `Io` when there is no directory to write into.
     pub fn plan(path: &Path) -> Result<Self> {
-        require_absent(path)?;
-        require_parent(path)?;
-        Ok(Self { path: path.to_owned() })
+        let path = checked(path)?;
+        let staged = StagedFile::create(&path)?;
+        Ok(Self { path, staged })
+    }
+
+    /// As [`NewFile::plan`], for a command that reads no checkpoint and yet must not add a file to one.
+    ///
+    /// # Errors
+    /// Likewise; `OutputInsideSource`.
+    pub fn plan_outside_checkpoints(path: &Path) -> Result<Self> {
+        let dir = parent(&checked(path)?);
+        if Checkpoint::is_at(&dir) {
+            return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: dir });
+        }
+        Self::plan(path)
+    }
+
+    /// Checks that the file lies outside `source`, whose files are read together.
+    ///
+    /// # Errors
+    /// `OutputInsideSource`, `Io`.
+    pub fn require_outside(&self, source: &Path) -> Result<()> {
+        require_outside(&self.path, source)
     }
 
     /// Where a calibration keeps its sums.
     pub fn partial(&self) -> PathBuf {
         with_suffix(&self.path, PARTIAL_SUFFIX)
     }
+
+    /// Where to write it now.
+    pub fn staged(&self) -> &Path {
+        self.staged.path()
+    }
+
+    /// Puts it in place.
+    ///
+    /// # Errors
+    /// `Exists`, `Io`.
+    pub fn commit(self) -> Result<()> {
+        Ok(self.staged.commit()?)
+    }
+
+    /// A warning when the name does not say what is in the file.
+    pub(crate) fn name_note(&self) -> Option<String> {
+        let is_named = self.path.extension().is_some_and(|extension| extension == EXTENSION);
+        (!is_named).then(|| format!("`wush inspect` reads files whose names end in .{EXTENSION}; this one's does not"))
+    }
 }
 
-/// A directory that will be written.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A directory that will be written. While this lives no other run can take its name.
+#[derive(Debug)]
 pub struct NewDir {
     /// The directory.
     pub path: PathBuf,
+    staged: StagedDir,
 }
 
 impl NewDir {
-    /// Checks that nothing is at `path`, that its parent is there, and that it lies outside `source`, whose files are
-    /// copied.
+    /// Checks that nothing is at `path` and that its parent is there, and takes the name.
     ///
     /// # Errors
-    /// `OutputExists`, `OutputInsideSource`, `Io`.
+    /// `OutputExists`; `Option` for a path without a name; `Busy`; `Io`.
     pub fn plan(path: &Path) -> Result<Self> {
-        require_absent(path)?;
-        require_parent(path)?;
-        let planned = Self { path: path.to_owned() };
-        require_absent(&planned.failed())?;
-        Ok(planned)
+        let path = checked(path)?;
+        require_absent(&with_suffix(&path, FAILED_SUFFIX))?;
+        let staged = StagedDir::create(&path)?;
+        Ok(Self { path, staged })
     }
 
     /// Checks that the directory lies outside `source`, whose files are copied.
@@ -66,11 +110,7 @@ impl NewDir {
     /// # Errors
     /// `OutputInsideSource`, `Io`.
     pub fn require_outside(&self, source: &Path) -> Result<()> {
-        let whole = |path: &Path| path.canonicalize().map_err(|e| FormatError::io(path, "resolve", e));
-        if whole(&parent(&self.path))?.starts_with(whole(source)?) {
-            return Err(PipelineError::OutputInsideSource { path: self.path.clone(), source_dir: source.to_owned() });
-        }
-        Ok(())
+        require_outside(&self.path, source)
     }
 
     /// Where the directory goes when its check fails.
@@ -82,6 +122,40 @@ impl NewDir {
     pub fn work(&self) -> PathBuf {
         with_suffix(&self.path, WORK_SUFFIX)
     }
+
+    /// Where to write now.
+    pub fn staged(&self) -> &Path {
+        self.staged.path()
+    }
+
+    /// Puts it in place under `target`: its own path, or [`NewDir::failed`].
+    ///
+    /// # Errors
+    /// `Exists`, `Io`.
+    pub fn commit_as(self, target: &Path) -> Result<()> {
+        self.staged.commit_as(target)?;
+        Ok(())
+    }
+}
+
+/// `path` without what does not belong to its name ("x/.", "x/"), once nothing is there and its directory is.
+fn checked(path: &Path) -> Result<PathBuf> {
+    if path.file_name().is_none() {
+        let (expected, found) = ("a path that ends in a name".to_owned(), format!("{:?}", path.display().to_string()));
+        return Err(PipelineError::Option { option: "--out", expected, found });
+    }
+    let path: PathBuf = path.components().collect();
+    require_absent(&path)?;
+    require_parent(&path)?;
+    Ok(path)
+}
+
+fn require_outside(path: &Path, source: &Path) -> Result<()> {
+    let whole = |path: &Path| path.canonicalize().map_err(|e| FormatError::io(path, "resolve", e));
+    if whole(&parent(path))?.starts_with(whole(source)?) {
+        return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: source.to_owned() });
+    }
+    Ok(())
 }
 
 /// The directory that holds `path`.
@@ -141,11 +215,10 @@ mod tests {
 
     #[test]
     fn siblings_bear_the_name() {
-        let dir = NewDir { path: PathBuf::from("a/out/") };
-        assert_eq!(dir.failed(), Path::new("a/out.failed"));
-        assert_eq!(dir.work(), Path::new("a/out.wush-work"));
-        let file = NewFile { path: PathBuf::from("stats.safetensors") };
-        assert_eq!(file.partial(), Path::new("stats.safetensors.wush-resume"));
+        assert_eq!(with_suffix(Path::new("a/out/"), FAILED_SUFFIX), Path::new("a/out.failed"));
+        assert_eq!(with_suffix(Path::new("out/."), WORK_SUFFIX), Path::new("out.wush-work"));
+        let partial = with_suffix(Path::new("stats.safetensors"), PARTIAL_SUFFIX);
+        assert_eq!(partial, Path::new("stats.safetensors.wush-resume"));
     }
 
     #[test]
@@ -155,8 +228,16 @@ mod tests {
         assert!(matches!(NewFile::plan(&here.join("Cargo.toml")), Err(PipelineError::OutputExists { .. })));
         assert!(matches!(NewFile::plan(&here.join("no/such/x")), Err(PipelineError::Format(_))));
         assert!(matches!(NewFile::plan(&here.join("Cargo.toml/x")), Err(PipelineError::Format(_))));
-        let inside = NewDir::plan(&here.join("new")).expect("absent");
-        assert!(matches!(inside.require_outside(here), Err(PipelineError::OutputInsideSource { .. })));
-        inside.require_outside(&here.join("src")).expect("beside, not inside");
+        for unnamed in ["", "..", "no-such/.."] {
+            assert!(matches!(NewDir::plan(Path::new(unnamed)), Err(PipelineError::Option { .. })), "{unnamed:?}");
+        }
+    }
+
+    #[test]
+    fn an_output_inside_the_source_is_told_from_one_beside_it() {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let new = here.join("new");
+        assert!(matches!(require_outside(&new, here), Err(PipelineError::OutputInsideSource { .. })));
+        require_outside(&new, &here.join("src")).expect("beside, not inside");
     }
 }

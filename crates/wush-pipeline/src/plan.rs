@@ -1,26 +1,29 @@
 //! Validated plans: what the user asked for, checked once against the model, the text and the disk. Every later step takes its
 //! numbers from here and none of them looks at a request again.
 
-use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_id};
+mod announce;
+mod calibration;
+mod verification;
+
 pub use wush_data::DEFAULT_SEQUENCES;
-use wush_data::{PackOptions, Packed};
 use wush_fold::FoldDtype;
-use wush_format::hash::sequence_hash;
 use wush_format::manifest::Solve;
 use wush_format::monitor::Monitor;
-use wush_stats::StatsInfo;
 use wush_transform::TransformKind;
 
-use crate::human::{counted, human_bytes};
 use crate::memory::{Lengths, MemoryPlan};
 use crate::model::Model;
-use crate::notes::{describe_solve, too_little_text};
+use crate::notes::{describe_solve, too_little_text, unchecked};
 use crate::paths::{NewDir, NewFile};
-use crate::request::{
-    CalibrateRequest, CalibrationRequest, ConvertRequest, Environment, FoldRequest, Preset, SolveSettings,
-    VerifySettings,
-};
+use crate::request::{CalibrateRequest, ConvertRequest, Environment, FoldRequest, Preset, SolveSettings};
+use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
+use announce::{describe_calibration, describe_memory, describe_model};
+pub use calibration::CalibrationPlan;
+pub(crate) use calibration::n_tokens;
+use calibration::{load_sequences, longest};
+pub(crate) use verification::VERIFY_TOKENS;
+pub use verification::{Unchecked, VerifyPlan};
 
 /// Calibration text when none is named: the paper's.
 pub const DEFAULT_CALIB: &str = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*";
@@ -88,43 +91,6 @@ impl SolvePlan {
     }
 }
 
-/// The sequences of a run and what its statistics will say of themselves.
-#[derive(Debug, Clone)]
-pub struct CalibrationPlan {
-    /// Token ids, in order.
-    pub sequences: Vec<Vec<u32>>,
-    /// The statistics' description once all sequences are in.
-    pub info: StatsInfo,
-}
-
-impl CalibrationPlan {
-    /// Describes the statistics of `sequences` on `model`.
-    ///
-    /// # Errors
-    /// `Io` when the weights cannot be hashed.
-    pub fn new(model: &Model, packed: Packed) -> Result<Self> {
-        let attn = &model.spec.layers[0].attn;
-        let info = StatsInfo {
-            format_version: wush_stats::STATS_VERSION,
-            tool: crate::TOOL.to_owned(),
-            model_id: model.id.clone(),
-            model_hash: model.hash_weights()?,
-            family: model.spec.family.to_owned(),
-            n_heads: attn.n_heads,
-            n_kv_heads: attn.n_kv_heads,
-            head_dim: attn.head_dim,
-            positions: n_tokens(&packed.sequences),
-            max_seq_len: longest(&packed.sequences) as u64,
-            source: packed.source,
-            rope_scaling: model.rope_scaling.map(|scaling| scaling.to_string()),
-            device: model.device.name().to_owned(),
-            compute: model.device.compute().to_owned(),
-            sequence_hashes: packed.sequences.iter().map(|ids| sequence_hash(ids)).collect(),
-        };
-        Ok(Self { sequences: packed.sequences, info })
-    }
-}
-
 /// `wush calibrate`, ready to run.
 pub struct CalibratePlan {
     /// The model.
@@ -133,8 +99,6 @@ pub struct CalibratePlan {
     pub calibration: CalibrationPlan,
     /// `--shard`, as typed.
     pub shard: Option<String>,
-    /// Whether work of an interrupted run may be continued.
-    pub resume: bool,
     /// The statistics file.
     pub out: NewFile,
     /// What to know before the statistics are used.
@@ -152,6 +116,7 @@ impl CalibratePlan {
         let out = NewFile::plan(&request.out)?;
         refuse_unfinished(&out.partial(), request.resume)?;
         let model = Model::resolve(&request.model, env)?;
+        out.require_outside(model.dir())?;
         let mut packed = load_sequences(&model, &request.calibration, None, env)?;
         if let Some(shard) = request.shard {
             let range = shard.range(packed.sequences.len());
@@ -167,9 +132,10 @@ impl CalibratePlan {
         let lengths = Lengths { calibrate: longest(&packed.sequences), verify: 0 };
         let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
         let calibration = CalibrationPlan::new(&model, packed)?;
-        let notes = too_little_text(calibration.info.positions, model.head_dim()).into_iter().collect();
+        let text = too_little_text(calibration.info.positions, model.head_dim());
+        let notes = text.into_iter().chain(out.name_note()).collect();
         let shard = request.shard.map(|shard| shard.to_string());
-        Ok(Self { model, calibration, shard, resume: request.resume, out, notes, memory })
+        Ok(Self { model, calibration, shard, out, notes, memory })
     }
 
     /// Says what will be done.
@@ -181,49 +147,14 @@ impl CalibratePlan {
     }
 }
 
-/// Tokens of a sequence that the equivalence check runs: a fold is wrong or right at any length, and two forward passes over
-/// the paper's 32,768 would take a CPU hours.
-pub(crate) const VERIFY_TOKENS: usize = 1024;
-
-/// Both checkpoints on the start of a few sequences.
-#[derive(Debug, Clone)]
-pub struct VerifyPlan {
-    /// Token ids; never empty.
-    pub sequences: Vec<Vec<u32>>,
-    /// On the relative change of the mean NLL.
-    pub tolerance: f64,
-}
-
-impl VerifyPlan {
-    /// Takes the first sequences that can be scored; none when the check is to be skipped.
-    ///
-    /// # Errors
-    /// `Option` for a tolerance that is no positive number.
-    fn new(model: &Model, sequences: &[Vec<u32>], settings: VerifySettings, dtype: FoldDtype) -> Result<Option<Self>> {
-        let tolerance = match settings.tolerance {
-            Some(value) if value > 0.0 && value.is_finite() => value,
-            Some(value) => {
-                let (expected, found) = ("a positive number".to_owned(), value.to_string());
-                return Err(PipelineError::Option { option: "--tolerance", expected, found });
-            }
-            None => verify::tolerance(verify::folded_dtype(&model.checkpoint, &model.spec, dtype)),
-        };
-        // A single token predicts nothing.
-        let scored = sequences.iter().filter(|ids| ids.len() > 1);
-        let start_of = |ids: &Vec<u32>| ids[..ids.len().min(VERIFY_TOKENS)].to_vec();
-        let sequences: Vec<_> = scored.take(settings.sequences).map(start_of).collect();
-        Ok((!sequences.is_empty()).then_some(Self { sequences, tolerance }))
-    }
-}
-
 /// `wush fold`, ready to run: what every bundle needs.
 pub struct FoldPlan {
     /// The model.
     pub model: Model,
     /// Element type of folded tensors.
     pub dtype: FoldDtype,
-    /// The equivalence check; none when it is skipped.
-    pub verify: Option<VerifyPlan>,
+    /// The equivalence check, or why there is none.
+    pub verify: Result<VerifyPlan, Unchecked>,
     /// The bundle.
     pub out: NewDir,
     /// Estimated peak memory.
@@ -245,6 +176,7 @@ impl FoldPlan {
         let out = NewDir::plan(&request.out)?;
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
+        wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let sequences = match &request.calibration {
             Some(text) if request.verify.sequences > 0 => {
                 load_sequences(&model, text, Some(request.verify.sequences), env)?.sequences
@@ -252,7 +184,7 @@ impl FoldPlan {
             _ => Vec::new(),
         };
         let verify = VerifyPlan::new(&model, &sequences, request.verify, request.dtype)?;
-        let lengths = Lengths { calibrate: 0, verify: verified(verify.as_ref()) };
+        let lengths = Lengths { calibrate: 0, verify: verified(&verify) };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         Ok(Self { model, dtype: request.dtype, verify, out, memory })
     }
@@ -266,8 +198,8 @@ pub struct ConvertPlan {
     pub calibration: Option<CalibrationPlan>,
     /// The transform.
     pub solve: SolvePlan,
-    /// Whether work of an interrupted run may be continued.
-    pub resume: bool,
+    /// Where the statistics are kept until the bundle stands.
+    pub work: WorkDir,
 }
 
 impl ConvertPlan {
@@ -277,10 +209,11 @@ impl ConvertPlan {
     /// Whatever cannot be read or would be overwritten; `UnfinishedWork`.
     pub fn new(request: &ConvertRequest, env: &Environment<'_>) -> Result<Self> {
         let out = NewDir::plan(&request.out)?;
-        refuse_unfinished(&out.work(), request.resume)?;
+        let work = WorkDir::plan(out.work(), request.resume)?;
         let solve = SolvePlan::new(&request.settings)?;
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
+        solve::rehearse(&model, &solve)?;
         let at_most = (!solve.kind.needs_statistics).then_some(request.verify.sequences);
         let packed = match at_most {
             Some(0) => None,
@@ -288,15 +221,16 @@ impl ConvertPlan {
         };
         let sequences = packed.as_ref().map_or(&[][..], |packed| &packed.sequences);
         let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
+        wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrate = if solve.kind.needs_statistics { longest(sequences) } else { 0 };
-        let lengths = Lengths { calibrate, verify: verified(verify.as_ref()) };
+        let lengths = Lengths { calibrate, verify: verified(&verify) };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         let calibration = match packed {
             Some(packed) if solve.kind.needs_statistics => Some(CalibrationPlan::new(&model, packed)?),
             _ => None,
         };
         let fold = FoldPlan { model, dtype: request.dtype, verify, out, memory };
-        Ok(Self { fold, calibration, solve, resume: request.resume })
+        Ok(Self { fold, calibration, solve, work })
     }
 
     /// Says what will be done.
@@ -309,70 +243,16 @@ impl ConvertPlan {
         monitor.note(&format!("solve      {}", describe_solve(&self.solve.record())));
         monitor.note(&describe_memory(&self.fold.memory));
         let text = self.calibration.as_ref().map(|calibration| calibration.info.positions);
-        if let Some(note) = text.and_then(|tokens| too_little_text(tokens, self.fold.model.head_dim())) {
+        let text = text.and_then(|tokens| too_little_text(tokens, self.fold.model.head_dim()));
+        // What was asked for needs no telling.
+        let unverified = self.fold.verify.as_ref().err().filter(|reason| **reason != Unchecked::Asked);
+        for note in text.into_iter().chain(unverified.map(|&reason| unchecked(reason))) {
             monitor.note(&format!("note       {note}"));
         }
     }
 }
 
-/// Reads and cuts the calibration text of `model`; `at_most` caps the number of sequences.
-fn load_sequences(
-    model: &Model,
-    request: &CalibrationRequest,
-    at_most: Option<usize>,
-    env: &Environment<'_>,
-) -> Result<Packed> {
-    if request.sequences == Some(0) {
-        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(PipelineError::Option { option: "--sequences", expected, found });
-    }
-    let is_text = !request.source.is_token_ids();
-    let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
-    let options = PackOptions {
-        seq_len: if is_text { seq_len(model, request)? } else { model.spec.max_position_embeddings },
-        // A file of token ids may hold fewer lists than the cap: it is cut below.
-        sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
-        text_field: request.text_field.clone(),
-        bos: tokenizer.as_ref().and_then(TextTokenizer::bos),
-        eos: eos_token_id(&model.checkpoint)?,
-        vocab_size: model.spec.vocab_size,
-    };
-    let mut packed = wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor)?;
-    packed.sequences.truncate(at_most.unwrap_or(usize::MAX));
-    refuse_too_long(model, &packed.sequences)?;
-    Ok(packed)
-}
-
-/// Lists of token ids come in any length; beyond its longest position a model computes nonsense.
-fn refuse_too_long(model: &Model, sequences: &[Vec<u32>]) -> Result<()> {
-    let max = model.spec.max_position_embeddings;
-    match sequences.iter().position(|ids| ids.len() > max) {
-        None => Ok(()),
-        Some(at) => Err(PipelineError::Option {
-            option: "--calib",
-            expected: format!(
-                "sequences of at most {max} tokens, the model's longest position (--rope-scaling extends it)"
-            ),
-            found: format!("{} in sequence {at}", sequences[at].len()),
-        }),
-    }
-}
-
-/// `--seq-len`, which the model must reach; else the paper's, capped by the model.
-fn seq_len(model: &Model, request: &CalibrationRequest) -> Result<usize> {
-    let longest = model.spec.max_position_embeddings;
-    match request.seq_len {
-        None => Ok(DEFAULT_SEQ_LEN.min(longest)),
-        Some(n) if (2..=longest).contains(&n) => Ok(n),
-        Some(n) => Err(PipelineError::Option {
-            option: "--seq-len",
-            expected: format!("2 to {longest}, the model's longest position (--rope-scaling extends it)"),
-            found: n.to_string(),
-        }),
-    }
-}
-
-/// Work of an earlier run is neither thrown away nor continued unasked.
+/// Sums of an earlier run are neither thrown away nor continued unasked.
 fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
     if !resume && path.symlink_metadata().is_ok() {
         return Err(PipelineError::UnfinishedWork { path: path.to_owned() });
@@ -380,49 +260,9 @@ fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
     Ok(())
 }
 
-/// Tokens of all sequences.
-pub(crate) fn n_tokens(sequences: &[Vec<u32>]) -> u64 {
-    sequences.iter().map(|ids| ids.len() as u64).sum()
-}
-
 /// Longest sequence of the equivalence check.
-fn verified(plan: Option<&VerifyPlan>) -> usize {
-    plan.map_or(0, |plan| longest(&plan.sequences))
-}
-
-fn longest(sequences: &[Vec<u32>]) -> usize {
-    sequences.iter().map(Vec::len).max().unwrap_or(0)
-}
-
-fn describe_model(model: &Model) -> String {
-    let Model { id, spec, device, .. } = model;
-    let attn = &spec.layers[0].attn;
-    format!(
-        "model      {id}: {}, {} layers, {} query and {} KV heads of {}, on {}",
-        spec.family,
-        spec.layers.len(),
-        attn.n_heads,
-        attn.n_kv_heads,
-        attn.head_dim,
-        device.name(),
-    )
-}
-
-fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) -> String {
-    let shard = shard.map(|shard| format!(" (share {shard})")).unwrap_or_default();
-    let StatsInfo { source, positions, max_seq_len, .. } = &plan.info;
-    let (n, tokens) = (counted(plan.sequences.len() as u64, "sequence"), counted(*positions, "token"));
-    format!("calibrate  {source}: {n}{shard}, {tokens}, the longest {max_seq_len}")
-}
-
-fn describe_memory(memory: &MemoryPlan) -> String {
-    let MemoryPlan { layer, activations, statistics, logits, mapped, anonymous, .. } = *memory;
-    let [layer, activations, statistics, logits, mapped, anonymous] =
-        [layer, activations, statistics, logits, mapped, anonymous].map(human_bytes);
-    format!(
-        "memory     about {anonymous} at most (one layer {layer}, activations {activations}, statistics {statistics}, logits \
-         {logits}; not all at once), and {mapped} of mapped files"
-    )
+fn verified(plan: &Result<VerifyPlan, Unchecked>) -> usize {
+    plan.as_ref().map_or(0, |plan| longest(&plan.sequences))
 }
 
 #[cfg(test)]

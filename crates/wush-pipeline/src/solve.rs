@@ -1,16 +1,17 @@
 //! Statistics to transforms: every head of every layer, keys and values, on all threads. Each head is solved by one thread
 //! from its own statistics alone, so the bytes do not depend on how many there are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use rayon::prelude::*;
 use wush_format::hash::Sha;
-use wush_format::manifest::{HeadReport, LayerReport, Solve};
+use wush_format::manifest::{LayerReport, Solve};
 use wush_format::monitor::Monitor;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+use wush_inspect::head_report;
 use wush_stats::{LayerStats, Statistics};
-use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, Solution, TransformKind};
+use wush_transform::{HeadProblem, Role, Settings, Solution, TransformKind};
 
 use crate::calibrate::calibration_of;
 use crate::error::{InStage, STATISTICS};
@@ -27,23 +28,25 @@ use crate::{PipelineError, Result};
 /// # Errors
 /// `OutputExists`, a file that is no statistics file, `Solve` naming layer and head, `Interrupted`.
 pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveReport> {
-    let out = NewFile::plan(&request.out)?;
+    let out = NewFile::plan_outside_checkpoints(&request.out)?;
     let plan = SolvePlan::new(&request.settings)?;
     let clock = Instant::now();
     require_kind(&request.statistics, STATISTICS)?;
     let statistics = Statistics::load(&request.statistics)?;
-    let notes: Vec<String> = too_little_text(statistics.info.positions, statistics.info.head_dim).into_iter().collect();
+    let text = too_little_text(statistics.info.positions, statistics.info.head_dim);
+    let notes: Vec<String> = text.into_iter().chain(out.name_note()).collect();
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
     let transforms = solve_statistics(&statistics, stats_hash, &plan, env.monitor).in_stage("solve")?;
-    let written = transforms.save(&out.path)?;
+    let written = WrittenFile::new(&out.path, transforms.save(out.staged())?);
+    out.commit()?;
     Ok(SolveReport {
         model_id: statistics.info.model_id.clone(),
         solve: solve_record(&transforms),
         calibration: calibration_of(&statistics.info),
         layers: transforms.report,
         notes,
-        out: WrittenFile::new(&out.path, written),
+        out: written,
         seconds: clock.elapsed().as_secs_f64(),
     })
 }
@@ -100,6 +103,28 @@ pub(crate) fn solve_without_statistics(
         calibration: None,
         report: Vec::new(),
     })
+}
+
+/// Solves one head of each dimension in `model` as if its statistics were the identity: a transform that does not exist at
+/// that dimension fails here and not after calibration.
+///
+/// # Errors
+/// `Solve` naming the first layer of that dimension.
+pub(crate) fn rehearse(model: &Model, plan: &SolvePlan) -> Result<()> {
+    let mut known = BTreeSet::new();
+    for layer in 0..model.spec.layers.len() {
+        let dim = model.head_shape(layer).head_dim;
+        if !known.insert(dim) {
+            continue;
+        }
+        let mut identity = vec![0.0; dim * dim];
+        identity.iter_mut().step_by(dim + 1).for_each(|x| *x = 1.0);
+        let problem = HeadProblem { gram: &identity, hessian: &identity, dim };
+        let settings = Settings { damping: plan.damping, seed: plan.seed, layer, head: 0, role: Role::Key };
+        let failed = |source| PipelineError::Solve { layer, head: 0, role: role_name(Role::Key), source };
+        wush_transform::solve(plan.kind, &problem, &settings).map_err(failed)?;
+    }
+    Ok(())
 }
 
 /// How the transforms were solved, as the manifest states it.
@@ -162,7 +187,7 @@ fn solve_head(head: &Head<'_>, plan: &SolvePlan) -> Result<Solution> {
     };
     let problem = HeadProblem { gram, hessian: &hessian, dim: shape.head_dim };
     let settings = Settings { damping: plan.damping, seed: plan.seed, layer, head: index, role };
-    let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source, resumable: false };
+    let failed = |source| PipelineError::Solve { layer, head: index, role: role_name(role), source };
     wush_transform::solve(plan.kind, &problem, &settings).map_err(failed)
 }
 
@@ -182,20 +207,6 @@ fn place((layers, reports): &mut Solved, head: &Head<'_>, solution: Solution) {
     match head.role {
         Role::Key => report.key.push(head_report(&measures)),
         Role::Value => report.value.push(head_report(&measures)),
-    }
-}
-
-fn head_report(measures: &HeadMeasures) -> HeadReport {
-    HeadReport {
-        cond_gram: measures.cond_gram,
-        cond_hessian: measures.cond_hessian,
-        cond_transform: measures.cond_transform,
-        rank_gram: measures.rank_gram,
-        rank_hessian: measures.rank_hessian,
-        dead_channels: measures.dead_channels,
-        trace_product_over_bound: measures.trace_product_over_bound,
-        predicted_gain: measures.predicted_gain,
-        imbalance: measures.imbalance,
     }
 }
 

@@ -6,7 +6,6 @@ use std::time::Instant;
 use wush_checkpoint::Checkpoint;
 use wush_fold::UnfoldDtype;
 use wush_format::FormatError;
-use wush_format::atomic::StagedDir;
 use wush_format::bundle::{MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
 use wush_format::hash::hash_file;
 use wush_format::manifest::Manifest;
@@ -35,11 +34,11 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
     let manifest = Manifest::load(&wush.join(MANIFEST))?;
     require_listed(&manifest, &wush.join(VALUE_TRANSFORMS))?;
     let sidecar = ValueSidecar::load(&wush.join(VALUE_TRANSFORMS))?;
-    let staged = StagedDir::create(&out.path)?;
     let dtype = UnfoldDtype::Original;
-    let done = wush_fold::unfold(&bundle, &spec, &sidecar, staged.path(), dtype, env.monitor).in_stage("unfold")?;
-    let written = WrittenDir::measure(staged.path(), &out.path)?;
-    staged.commit()?;
+    let done = wush_fold::unfold(&bundle, &spec, &sidecar, out.staged(), dtype, env.monitor).in_stage("unfold")?;
+    let path = out.path.clone();
+    let written = WrittenDir::measure(out.staged(), &path)?;
+    out.commit_as(&path)?;
     Ok(UnfoldReport {
         source_id: manifest.source.id,
         source_hash: manifest.source.model_hash,

@@ -36,12 +36,16 @@ const ARITHMETIC: f64 = 1.0 / 16_384.0;
 /// direction; a trained model's mean loss is nearly flat along such a perturbation (folds in bf16 were seen to move it by
 /// 1e-5 to 5e-4, relatively). A mean that moves by more than u/2 was not moved by rounding.
 pub fn tolerance(stored: Dtype) -> f64 {
-    let unit_roundoff = match stored {
+    unit_roundoff(stored) / 2.0 + ARITHMETIC
+}
+
+/// Largest relative error of one rounding to a normal number of type `stored`.
+pub(crate) fn unit_roundoff(stored: Dtype) -> f64 {
+    match stored {
         Dtype::BF16 => 1.0 / 256.0,
         Dtype::F16 => 1.0 / 2048.0,
         _ => f64::from(f32::EPSILON) / 2.0,
-    };
-    unit_roundoff / 2.0 + ARITHMETIC
+    }
 }
 
 /// The element type that folded tensors of `spec` are stored in: the coarsest of them decides.

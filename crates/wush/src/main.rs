@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
-use wush_pipeline::{Monitor, PipelineError};
+use wush_pipeline::{Monitor, PipelineError, printable};
 
 use crate::cli::{Cli, Command, Format, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
 
 /// Runs one command: its report on stdout, its verdict as exit code.
 fn run(cli: Cli) -> Result<ExitCode> {
-    interrupt::install().context("cannot handle Ctrl-C")?;
+    interrupt::install().context("cannot handle signals")?;
     wush_pipeline::use_threads(cli.global.threads)?;
     let progress = Progress::new(verbosity(&cli.global));
     let env = Environment { monitor: &progress, hub: HubOptions::default() };
@@ -82,7 +82,8 @@ fn verbosity(args: &GlobalArgs) -> Verbosity {
 /// Prints a report and turns its verdict into an exit code.
 fn emit<R: Report>(report: &R, format: Format) -> Result<ExitCode> {
     let text = match format {
-        Format::Text => report.text(),
+        // Whatever a file's or a directory's name holds, it draws nothing.
+        Format::Text => report.text().lines().map(|line| format!("{}\n", printable(line))).collect(),
         Format::Json => serde_json::to_string_pretty(report).context("report")? + "\n",
     };
     print(&text)?;
@@ -116,8 +117,10 @@ fn explain(error: &anyhow::Error) -> ExitCode {
         Some(failure) => format!("error: {failure}"),
         None => format!("error: {error:#}"),
     };
-    let hint = pipeline.and_then(PipelineError::hint).map(|hint| format!("\nhint: {hint}")).unwrap_or_default();
-    // A closed stderr leaves the exit code to speak.
-    let _ = writeln!(std::io::stderr(), "{message}{hint}");
+    let hint = pipeline.and_then(PipelineError::hint).map(|hint| format!("hint: {hint}"));
+    for line in [Some(message), hint].into_iter().flatten() {
+        // A closed stderr leaves the exit code to speak.
+        let _ = writeln!(std::io::stderr(), "{}", printable(&line));
+    }
     ExitCode::from(if interrupted { interrupt::EXIT_INTERRUPTED } else { EXIT_ERROR })
 }

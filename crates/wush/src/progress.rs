@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use wush_pipeline::{Monitor, human_bytes};
+use wush_pipeline::{Monitor, human_bytes, printable};
 
 use crate::interrupt;
 
@@ -59,8 +59,9 @@ impl Monitor for Progress {
     fn begin(&self, stage: &str, unit: &'static str, total: u64) {
         let now = Instant::now();
         let shows_bar = self.is_terminal && self.verbosity != Verbosity::Quiet;
-        let bar = shows_bar.then(|| bar(stage, unit, total));
-        *self.stage() = Some(Stage { name: stage.to_owned(), unit, total, done: 0, started: now, last_line: now, bar });
+        let name = printable(stage).into_owned();
+        let bar = shows_bar.then(|| bar(&name, unit, total));
+        *self.stage() = Some(Stage { name, unit, total, done: 0, started: now, last_line: now, bar });
     }
 
     fn advance(&self, n: u64) {
@@ -165,7 +166,7 @@ fn bar(stage: &str, unit: &'static str, total: u64) -> ProgressBar {
 
 /// A closed stderr is no reason to stop.
 fn line(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", printable(text));
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use wush_pipeline::report::{
     CalibrateReport, ConvertReport, DemoReport, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
     WrittenFile,
 };
-use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, ratio, shell_word};
+use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, printable, ratio, shell_word};
 
 use crate::progress::human_time;
 
@@ -139,7 +139,7 @@ struct Lines(String);
 
 impl Lines {
     fn row(&mut self, name: &str, value: &str) {
-        let _ = writeln!(self.0, "{name:<12} {value}");
+        let _ = writeln!(self.0, "{name:<12} {}", printable(value));
     }
 
     fn heading(&mut self, heading: &str) {

@@ -1,0 +1,105 @@
+//! The calibration text of a run: found, read and cut into sequences, and described as its statistics will state it.
+
+use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_id};
+use wush_data::{PackOptions, Packed};
+use wush_format::hash::sequence_hash;
+use wush_format::text::is_plain;
+use wush_stats::StatsInfo;
+
+use crate::model::Model;
+use crate::plan::DEFAULT_SEQ_LEN;
+use crate::request::{CalibrationRequest, Environment};
+use crate::{PipelineError, Result};
+
+/// The sequences of a run and what its statistics will say of themselves.
+#[derive(Debug, Clone)]
+pub struct CalibrationPlan {
+    /// Token ids, in order.
+    pub sequences: Vec<Vec<u32>>,
+    /// The statistics' description once all sequences are in.
+    pub info: StatsInfo,
+}
+
+impl CalibrationPlan {
+    /// Describes the statistics of `sequences` on `model`.
+    ///
+    /// # Errors
+    /// `Io` when the weights cannot be hashed.
+    pub fn new(model: &Model, packed: Packed) -> Result<Self> {
+        let attn = &model.spec.layers[0].attn;
+        let info = StatsInfo {
+            format_version: wush_stats::STATS_VERSION,
+            tool: crate::TOOL.to_owned(),
+            model_id: model.id.clone(),
+            model_hash: model.hash_weights()?,
+            family: model.spec.family.to_owned(),
+            n_heads: attn.n_heads,
+            n_kv_heads: attn.n_kv_heads,
+            head_dim: attn.head_dim,
+            positions: n_tokens(&packed.sequences),
+            max_seq_len: longest(&packed.sequences) as u64,
+            source: packed.source,
+            rope_scaling: model.rope_scaling.map(|scaling| scaling.to_string()),
+            device: model.device.name().to_owned(),
+            compute: model.device.compute().to_owned(),
+            sequence_hashes: packed.sequences.iter().map(|ids| sequence_hash(ids)).collect(),
+        };
+        Ok(Self { sequences: packed.sequences, info })
+    }
+}
+
+/// Reads and cuts the calibration text of `model`; `at_most` caps the number of sequences.
+pub(crate) fn load_sequences(
+    model: &Model,
+    request: &CalibrationRequest,
+    at_most: Option<usize>,
+    env: &Environment<'_>,
+) -> Result<Packed> {
+    if request.sequences == Some(0) {
+        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
+        return Err(PipelineError::Option { option: "--sequences", expected, found });
+    }
+    let is_text = !request.source.is_token_ids();
+    let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
+    let options = PackOptions {
+        seq_len: if is_text { seq_len(model, request)? } else { model.spec.max_position_embeddings },
+        // A file of token ids may hold fewer lists than the cap: it is cut below.
+        sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
+        text_field: request.text_field.clone(),
+        bos: tokenizer.as_ref().and_then(TextTokenizer::bos),
+        eos: if is_text { eos_token_id(&model.checkpoint)? } else { None },
+        vocab_size: model.spec.vocab_size,
+    };
+    let mut packed = wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor)?;
+    packed.sequences.truncate(at_most.unwrap_or(usize::MAX));
+    // No manifest may state such a name, and the statistics would carry it there.
+    if !is_plain(&packed.source) {
+        let (expected, found) = ("a name without control characters".to_owned(), format!("{:?}", packed.source));
+        return Err(PipelineError::Option { option: "--calib", expected, found });
+    }
+    Ok(packed)
+}
+
+/// `--seq-len`, which the model must reach; else the paper's, capped by the model.
+fn seq_len(model: &Model, request: &CalibrationRequest) -> Result<usize> {
+    let longest = model.spec.max_position_embeddings;
+    match request.seq_len {
+        None => Ok(DEFAULT_SEQ_LEN.min(longest)),
+        Some(n) if (2..=longest).contains(&n) => Ok(n),
+        Some(n) => Err(PipelineError::Option {
+            option: "--seq-len",
+            expected: format!("2 to {longest}, the model's longest position (--rope-scaling extends it)"),
+            found: n.to_string(),
+        }),
+    }
+}
+
+/// Tokens of all sequences.
+pub(crate) fn n_tokens(sequences: &[Vec<u32>]) -> u64 {
+    sequences.iter().map(|ids| ids.len() as u64).sum()
+}
+
+/// Tokens of the longest sequence.
+pub(crate) fn longest(sequences: &[Vec<u32>]) -> usize {
+    sequences.iter().map(Vec::len).max().unwrap_or(0)
+}
