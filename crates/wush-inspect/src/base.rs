@@ -270,14 +270,16 @@ fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<u32>> {
 
 /// Every file that is not a shard, byte for byte; of the index, `metadata.total_size` differs by what the tensors grew.
 fn check_other_files(new: &Checkpoint, old: &Checkpoint) -> Result<String, String> {
-    let files = |checkpoint: &Checkpoint| checkpoint.other_files().map_err(|error| error.to_string());
+    let files = |checkpoint: &Checkpoint| {
+        let names = checkpoint.other_files().map_err(|error| error.to_string())?;
+        Ok::<BTreeSet<String>, String>(names.into_iter().collect())
+    };
     let (found, expected) = (files(new)?, files(old)?);
     let mut problems = Vec::new();
-    problems.extend(expected.iter().filter(|name| !found.contains(name)).map(|name| format!("{name} is missing")));
-    problems
-        .extend(found.iter().filter(|name| !expected.contains(name)).map(|name| format!("{name} is not in the base")));
+    problems.extend(expected.difference(&found).map(|name| format!("{name} is missing")));
+    problems.extend(found.difference(&expected).map(|name| format!("{name} is not in the base")));
     let growth = i128::from(new.n_weight_bytes()) - i128::from(old.n_weight_bytes());
-    for name in found.iter().filter(|name| expected.contains(name)) {
+    for name in found.intersection(&expected) {
         let (a, b) = (new.dir().join(name), old.dir().join(name));
         match same_file(&a, &b).map(|same| same || (index::is_index(name) && index::same_but_grown(&a, &b, growth))) {
             Ok(true) => {}

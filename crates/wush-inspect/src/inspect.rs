@@ -10,6 +10,7 @@ use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::TensorFile;
+use wush_format::text::printable;
 use wush_model::arch;
 use wush_model::spec::ModelSpec;
 
@@ -28,7 +29,7 @@ pub fn inspect(path: &Path, base: Option<&Path>, monitor: &dyn Monitor) -> Resul
     let base = base.map(Base::open).transpose()?;
     let mut report =
         if path.is_dir() { directory(path, base.as_ref(), monitor)? } else { file(path, base.as_ref(), monitor)? };
-    report.base = base.map(|base| base.checkpoint.dir().display().to_string());
+    report.base = base.map(|base| printable(&base.checkpoint.dir().display().to_string()).into_owned());
     Ok(report)
 }
 
@@ -149,7 +150,7 @@ fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Repor
     let file = TensorFile::open(path)?;
     let format = file.metadata().get("format").map(String::as_str).unwrap_or_default();
     let mut report = match format {
-        "wush-transforms" => transforms::inspect(path, &file),
+        "wush-transforms" => transforms::inspect(path, &file, base),
         wush_stats::FORMAT => statistics::inspect(path, &file, base, monitor)?,
         "wush-key-transforms" => {
             let mut report = Report::new(path, Kind::KeySidecar);

@@ -1,5 +1,7 @@
 //! A manifest against the bundle that it lies in, and against the base: what it says and what can be computed again.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use wush_checkpoint::{Checkpoint, weights_hash};
 use wush_format::bundle::WUSH_DIR;
 use wush_format::manifest::{Equivalence, FOLDED_VALUES, FileEntry, Manifest};
@@ -71,9 +73,10 @@ fn check_fold_dtype(manifest: &Manifest, checkpoint: &Checkpoint, spec: &ModelSp
 /// their index, when tensors grew).
 fn check_source_files(manifest: &Manifest, checkpoint: &Checkpoint) -> Result<String, String> {
     let source = &manifest.source.files;
-    let is_shard = |file: &&FileEntry| checkpoint.shards().iter().any(|shard| shard.file_name == file.path);
-    let shards: Vec<FileEntry> = source.iter().filter(is_shard).cloned().collect();
-    let (found, stated) = (weights_hash(&shards), manifest.source.model_hash);
+    let shards: BTreeSet<&str> = checkpoint.shards().iter().map(|shard| shard.file_name.as_str()).collect();
+    let is_shard = |file: &&FileEntry| shards.contains(file.path.as_str());
+    let weights: Vec<FileEntry> = source.iter().filter(is_shard).cloned().collect();
+    let (found, stated) = (weights_hash(&weights), manifest.source.model_hash);
     let mut problems = Vec::new();
     if found != stated {
         problems.push(format!("they give the model hash {}, the manifest says {}", digest(&found), digest(&stated)));
@@ -126,20 +129,17 @@ pub(crate) fn check_equivalence(report: &mut Report, equivalence: &Equivalence) 
 
 /// The source's list against the base's files.
 pub(crate) fn check_base_files(manifest: &Manifest, base: &[FileEntry]) -> Result<String, String> {
-    let listed = &manifest.source.files;
-    let find = |files: &[FileEntry], path: &str| files.iter().position(|file| file.path == path);
-    let mut problems: Vec<String> = base
-        .iter()
-        .filter(|file| find(listed, &file.path).is_none())
-        .map(|file| format!("{} is not in the manifest", file.path))
-        .collect();
-    for stated in listed {
-        match find(base, &stated.path).map(|at| &base[at]) {
-            None => problems.push(format!("{} is not in the base", stated.path)),
+    let by_path =
+        |files: &'_ [FileEntry]| files.iter().map(|file| (file.path.clone(), file.clone())).collect::<BTreeMap<_, _>>();
+    let (stated, found) = (by_path(&manifest.source.files), by_path(base));
+    let unlisted = found.keys().filter(|path| !stated.contains_key(*path));
+    let mut problems: Vec<String> = unlisted.map(|path| format!("{path} is not in the manifest")).collect();
+    for (path, stated) in &stated {
+        match found.get(path) {
+            None => problems.push(format!("{path} is not in the base")),
             Some(found) if found == stated => {}
             Some(found) => problems.push(format!(
-                "{}: the manifest says {} bytes, SHA-256 {}, the base has {}, {}",
-                stated.path,
+                "{path}: the manifest says {} bytes, SHA-256 {}, the base has {}, {}",
                 stated.n_bytes,
                 digest(&stated.sha256),
                 found.n_bytes,

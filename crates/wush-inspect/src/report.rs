@@ -145,7 +145,7 @@ impl Report {
     /// A report without checks.
     pub(crate) fn new(path: &std::path::Path, kind: Kind) -> Self {
         Self {
-            path: path.display().to_string(),
+            path: printable(&path.display().to_string()).into_owned(),
             base: None,
             kind,
             verdict: Verdict::Ok,

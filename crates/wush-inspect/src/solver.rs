@@ -95,7 +95,7 @@ pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize)
         })
         .flat_map(|(layer, role, heads)| heads.iter().enumerate().map(move |(head, found)| (layer, role, head, found)))
         .filter_map(|(layer, role, head, found)| {
-            let problem = impossible(found, kind, record.damping, dim)?;
+            let problem = impossible(found, kind, record, dim)?;
             Some(format!("layer {layer}, KV head {head}, {role}: {problem}"))
         })
         .collect();
@@ -113,12 +113,14 @@ pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize)
 ///
 /// A damped matrix has a condition number of at most 1 + d/γ. Theorem 3's bound is at most tr(M) tr(H), by Cauchy-Schwarz, so
 /// gain times ratio is at least 1. Eq. 1's TᵀT is the geometric mean of the damped H and M⁻¹ up to its scale, so cond(T)⁴ is at
-/// most the product of their condition numbers; an orthogonal T has condition 1 and gain 1.
-fn impossible(found: &HeadReport, kind: &TransformKind, damping: f64, dim: usize) -> Option<String> {
-    let d = dim as f64;
+/// most the product of their condition numbers; an orthogonal T has condition 1 and gain 1. A sum of n outer products has at
+/// most rank n.
+fn impossible(found: &HeadReport, kind: &TransformKind, record: &Record<'_>, dim: usize) -> Option<String> {
+    let (d, damping) = (dim as f64, record.damping);
     let damped = if damping > 0.0 { (1.0 + d / damping).min(SATURATED) } else { SATURATED };
     let within = |x: f64, least: f64, most: f64, tol: f64| x >= least - tol && x <= most * (1.0 + tol);
     let alive = dim.saturating_sub(found.dead_channels);
+    let n_tokens = record.calibration.map_or(u64::MAX, |calibration| calibration.tokens);
     let noise = d * f64::EPSILON * (found.cond_gram + found.cond_hessian);
     let largest = if kind.needs_statistics { (found.cond_gram * found.cond_hessian).powf(0.25) } else { 1.0 };
     let product = found.predicted_gain * found.trace_product_over_bound;
@@ -129,7 +131,7 @@ fn impossible(found: &HeadReport, kind: &TransformKind, damping: f64, dim: usize
         ("cond_gram", found.cond_gram, within(found.cond_gram, 1.0, damped, REL_TOL + noise)),
         ("cond_hessian", found.cond_hessian, within(found.cond_hessian, 1.0, damped, REL_TOL + noise)),
         ("cond_transform", found.cond_transform, within(found.cond_transform, 1.0, largest, REL_TOL + noise)),
-        ("rank_gram", found.rank_gram as f64, found.rank_gram <= alive),
+        ("rank_gram", found.rank_gram as f64, found.rank_gram <= alive && found.rank_gram as u64 <= n_tokens),
         ("rank_hessian", found.rank_hessian as f64, found.rank_hessian <= alive),
         ("dead_channels", found.dead_channels as f64, found.dead_channels <= dim),
         (

@@ -8,13 +8,14 @@ use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_transform::Role;
 
 use crate::bundle::{add_layers, check_calibration, describe_calibration};
+use crate::inspect::Base;
 use crate::number::count;
 use crate::report::{HeadAudit, Kind, Report};
 use crate::sidecars::Conditions;
 use crate::solver::{Precision, Record, Stored, check_record, check_stored};
 
-/// Inspects a transforms file.
-pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
+/// Inspects a transforms file; with `base`, also against the shapes of its heads.
+pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Report {
     let mut report = Report::new(path, Kind::Transforms);
     let transforms = match Transforms::from_file(file) {
         Ok(transforms) => transforms,
@@ -40,11 +41,11 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
         layers: &transforms.report,
     };
     let head_dim = transforms.layers.values().map(|layer| layer.key.dim.max(layer.value.dim)).max().unwrap_or(0);
+    check_record(&mut report, &record, head_dim);
     if let Some(calibration) = &transforms.calibration {
         describe_calibration(&mut report, calibration);
         check_calibration(&mut report, calibration.tokens, head_dim);
     }
-    check_record(&mut report, &record, head_dim);
     add_layers(&mut report, &transforms.report);
     if !transforms.report.is_empty() {
         let complete = transforms
@@ -75,7 +76,23 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile) -> Report {
     for role in [Role::Key, Role::Value] {
         check_stored(&mut report, role, &stored(&transforms, role), &record, Precision::F64);
     }
+    if let Some(base) = base {
+        check_shapes(&mut report, &transforms, base);
+    }
     report
+}
+
+/// Layers, KV heads and dimensions as the base's.
+fn check_shapes(report: &mut Report, transforms: &Transforms, base: &Base) {
+    let shape = |matrices: &HeadMatrices| [matrices.n_heads, matrices.dim];
+    let found = transforms.layers.iter().map(|(&layer, entry)| (layer, shape(&entry.key), shape(&entry.value)));
+    let expected = base.spec.layers.iter().enumerate().map(|(layer, spec)| {
+        let shape = [spec.attn.n_kv_heads, spec.attn.head_dim];
+        (layer, shape, shape)
+    });
+    let same = found.eq(expected);
+    let detail = if same { "layers and heads as the base's" } else { "layers or heads are not the base's" };
+    report.check("same model", same, detail);
 }
 
 fn stored(transforms: &Transforms, role: Role) -> Vec<Stored> {

@@ -39,8 +39,14 @@ fn false_claims_of_a_manifest_are_found_without_a_base() {
         ("a source shard", &["source files"], |m| m.source.files.last_mut().expect("shard").sha256 = Sha([7; 32])),
         ("a length", &["source files"], |m| m.source.files.last_mut().expect("shard").n_bytes += 2),
         ("a name", &["source files"], |m| m.source.files[0].path = "LICENCE".into()),
-        ("no tokens", &["calibration figures", "enough calibration"], |m| calibration(m).tokens = 0),
+        ("no tokens", &["calibration figures", "solver's figures", "enough calibration"], |m| {
+            calibration(m).tokens = 0
+        }),
         ("tokens", &["calibration figures"], |m| calibration(m).tokens = 257),
+        ("few tokens", &["solver's figures", "enough calibration"], |m| {
+            let calibration = calibration(m);
+            (calibration.tokens, calibration.max_seq_len) = (7, 2);
+        }),
         ("length", &["calibration figures"], |m| calibration(m).max_seq_len = 257),
         ("sequences", &["calibration figures"], |m| calibration(m).sequences = 3),
         ("no sequences", &["calibration figures"], |m| calibration(m).sequences = 0),

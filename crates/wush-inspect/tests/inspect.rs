@@ -84,7 +84,7 @@ fn an_equivalence_that_was_not_checked_is_said() {
 #[test]
 fn a_calibration_shorter_than_the_head_dimension_fails_and_a_short_one_is_called_few() {
     for (tokens, expected, part) in [
-        (7, &["enough calibration"][..], "fewer than dimensions"),
+        (7, &["solver's figures", "enough calibration"][..], "fewer than dimensions"),
         (8, &[], "few: below 80"),
         (79, &[], "few: below 80"),
         (80, &[], "at least 10 a dimension"),

@@ -280,7 +280,8 @@ fn check_mean_key(path: &Path, name: &str, stats: &LayerStats, positions: u64) -
         let image = |row: usize| gram[row * dim..][..dim].iter().zip(sum).map(|(g, s)| g * s).sum::<f64>();
         let energy = (0..dim).map(|row| sum[row] * image(row)).sum::<f64>();
         // What rounding of G explains of sᵀGs, since |δG_ij| ≤ tol·sqrt(G_ii G_jj).
-        let rounding = (0..dim).map(|i| sum[i].abs() * gram[i * dim + i].sqrt()).sum::<f64>().powi(2) * ROUNDING_REL_TOL;
+        let rounding =
+            (0..dim).map(|i| sum[i].abs() * gram[i * dim + i].sqrt()).sum::<f64>().powi(2) * ROUNDING_REL_TOL;
         let bound = positions as f64 * (energy + 2.0 * rounding);
         let square = sum.iter().map(|s| s * s).sum::<f64>().powi(2);
         // Sums beyond f64's range, of keys near the end of f32's, decide nothing.
