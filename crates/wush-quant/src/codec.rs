@@ -106,6 +106,9 @@ impl Codec {
         queries.check(&self.layout)?;
         let n_tokens = self.n_packed(packed)?;
         check_length("scores", n_tokens * queries.n_queries(), scores.len())?;
+        if scores.is_empty() {
+            return Ok(());
+        }
         simd::dot(self.level, &self.layout, &self.rows, queries, packed, scores);
         Ok(())
     }
@@ -121,9 +124,10 @@ impl Codec {
         sums.check(&self.layout)?;
         let n_tokens = self.n_packed(packed)?;
         check_length("weights", n_tokens * sums.n_queries(), weights.len())?;
-        if sums.n_queries() > 0 {
-            simd::axpy(self.level, &self.layout, &self.rows, weights, packed, sums);
+        if weights.is_empty() {
+            return Ok(());
         }
+        simd::axpy(self.level, &self.layout, &self.rows, weights, packed, sums);
         Ok(())
     }
 
@@ -196,40 +200,77 @@ const MAX_WORDS: usize = MAX_HEAD_DIM / codes_per_word(Bits::Eight);
 #[inline(always)]
 fn pack_codes(layout: &Layout, codes: &[u8], record: &mut [u8]) {
     let n_words = layout.n_words();
-    let (mut words, mut halves) = ([0u32; MAX_WORDS], [0u16; MAX_WORDS]);
-    let (words, halves) = (&mut words[..n_words], &mut halves[..n_words]);
-    let planes = layout.bits() == Bits::Three;
-    let width = if planes { 2 } else { u32::from(layout.bits().get()) };
-    for (position, codes) in (0u32..).zip(codes.chunks(n_words)) {
-        for (word, &code) in words.iter_mut().zip(codes) {
-            *word |= (u32::from(code) & ((1 << width) - 1)) << (position * width);
-        }
-        if planes {
-            for (half, &code) in halves.iter_mut().zip(codes) {
-                *half |= u16::from(code >> 2) << position;
-            }
+    let (low, high) = record[..layout.code_bytes()].split_at_mut(4 * n_words);
+    let (low, _) = low.as_chunks_mut();
+    for_usual_widths(n_words, |n_words| pack_plane(codes, n_words, 0, plane_width(layout.bits()), low));
+    high.fill(0);
+    if layout.bits() == Bits::Three {
+        let mut halves = [[0; 4]; MAX_WORDS];
+        for_usual_widths(n_words, |n_words| pack_plane(codes, n_words, 2, 1, &mut halves));
+        let (high, _) = high.as_chunks_mut::<2>();
+        high.iter_mut().zip(&halves[..n_words]).for_each(|(half, word)| *half = [word[0], word[1]]);
+    }
+}
+
+/// Bits of a code in its word.
+const fn plane_width(bits: Bits) -> u32 {
+    match bits {
+        Bits::Three => 2,
+        _ => bits.get() as u32,
+    }
+}
+
+/// Runs `work(n)`, compiled apart for the numbers of words of usual head dimensions: a loop over so few is only fast when
+/// its length is known.
+#[inline(always)]
+fn for_usual_widths(n_words: usize, mut work: impl FnMut(usize)) {
+    match n_words {
+        4 => work(4),
+        8 => work(8),
+        16 => work(16),
+        32 => work(32),
+        _ => work(n_words),
+    }
+}
+
+/// `words[w] = Σ_p (codes[p n_words + w] >> skip) mod 2^width << (p width)`.
+#[inline(always)]
+fn pack_plane(codes: &[u8], n_words: usize, skip: u32, width: u32, words: &mut [[u8; 4]]) {
+    let mut sums = [0u32; MAX_WORDS];
+    let sums = &mut sums[..n_words];
+    for (position, codes) in codes.chunks(n_words).enumerate() {
+        let (shift, mask) = (position as u32 * width, (1 << width) - 1);
+        for (sum, &code) in sums.iter_mut().zip(codes) {
+            *sum |= ((u32::from(code) >> skip) & mask) << shift;
         }
     }
-    let (low, high) = record[..layout.code_bytes()].split_at_mut(4 * n_words);
-    low.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
-    high.fill(0);
-    high.chunks_exact_mut(2).zip(halves).for_each(|(bytes, half)| bytes.copy_from_slice(&half.to_le_bytes()));
+    words.iter_mut().zip(sums).for_each(|(word, sum)| *word = sum.to_le_bytes());
 }
 
 /// Reads codes `[d]` from a record.
 #[inline(always)]
 fn unpack_codes(layout: &Layout, record: &[u8], codes: &mut [u8]) {
-    let (n_words, bits) = (layout.n_words(), layout.bits());
+    let n_words = layout.n_words();
     let (low, high) = record[..layout.code_bytes()].split_at(4 * n_words);
-    let width = if bits == Bits::Three { 2 } else { u32::from(bits.get()) };
-    for (position, codes) in (0u32..).zip(codes.chunks_mut(n_words)) {
-        for (code, bytes) in codes.iter_mut().zip(low.chunks_exact(4)) {
-            let word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-            *code = ((word >> (position * width)) & ((1 << width) - 1)) as u8;
+    let (low, _) = low.as_chunks();
+    let width = plane_width(layout.bits());
+    for_usual_widths(n_words, |n_words| {
+        for (position, codes) in codes.chunks_mut(n_words).enumerate() {
+            let (shift, mask) = (position as u32 * width, (1 << width) - 1);
+            for (code, &word) in codes.iter_mut().zip(low) {
+                *code = ((u32::from_le_bytes(word) >> shift) & mask) as u8;
+            }
         }
-        for (code, bytes) in codes.iter_mut().zip(high.chunks_exact(2)) {
-            *code |= (((u16::from_le_bytes([bytes[0], bytes[1]]) >> position) & 1) << 2) as u8;
-        }
+    });
+    if layout.bits() == Bits::Three {
+        let (high, _) = high.as_chunks();
+        for_usual_widths(n_words, |n_words| {
+            for (position, codes) in codes.chunks_mut(n_words).enumerate() {
+                for (code, &half) in codes.iter_mut().zip(high) {
+                    *code |= (((u16::from_le_bytes(half) >> position) & 1) << 2) as u8;
+                }
+            }
+        });
     }
 }
 

@@ -32,6 +32,9 @@ pub struct Layout {
     head_dim: usize,
     bits: Bits,
     scale_dtype: ScaleDtype,
+    /// Words of 32 bits, W; derived, but asked for in inner loops.
+    n_words: usize,
+    code_bytes: usize,
 }
 
 impl Layout {
@@ -43,7 +46,9 @@ impl Layout {
         if !(1..=MAX_HEAD_DIM).contains(&head_dim) {
             return Err(QuantError::HeadDim { found: head_dim, max: MAX_HEAD_DIM });
         }
-        Ok(Self { head_dim, bits, scale_dtype })
+        let n_words = head_dim.div_ceil(codes_per_word(bits));
+        let high_plane = if bits == Bits::Three { 4 * n_words.div_ceil(2) } else { 0 };
+        Ok(Self { head_dim, bits, scale_dtype, n_words, code_bytes: 4 * n_words + high_plane })
     }
 
     /// Coordinates of a head, d.
@@ -68,11 +73,7 @@ impl Layout {
 
     /// Bytes of the codes alone, a multiple of 4.
     pub const fn code_bytes(&self) -> usize {
-        let words = 4 * self.n_words();
-        match self.bits {
-            Bits::Three => words + 4 * self.n_words().div_ceil(2),
-            _ => words,
-        }
+        self.code_bytes
     }
 
     /// Bytes of scale and zero point.
@@ -90,7 +91,7 @@ impl Layout {
 
     /// Words of 32 bits, W.
     pub(crate) const fn n_words(&self) -> usize {
-        self.head_dim.div_ceil(codes_per_word(self.bits))
+        self.n_words
     }
 
     /// Scale and zero point of a record, as they are stored.
@@ -142,8 +143,9 @@ fn bf16_bits(x: f32) -> u16 {
 
 /// The order in which the kernels meet coordinates: rows of [`LANES`] lanes, each row one shift of the words.
 ///
-/// Up to 16 words are taken at a time (a block). A block of few words is repeated until 16 lanes are full, each repetition
-/// shifted to the next position, so that one row covers several positions.
+/// Up to 16 words are taken at a time (a block). A block of few words is repeated until 16 lanes are full, and each repetition
+/// starts where the one before ends: row r holds position r of the first, `per_block + r` of the second, and so on. So the
+/// next row is the next position in every lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rows {
     /// Lanes that hold different words: 4, 8 or 16.
@@ -169,18 +171,13 @@ impl Rows {
         self.per_block * self.n_blocks
     }
 
-    /// Positions that one row covers.
-    pub(crate) const fn positions(&self) -> usize {
-        LANES / self.width
-    }
-
     /// Visits (row, lane, coordinate) of every coordinate.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(usize, usize, usize)) {
         for row in 0..self.n_rows() {
             let (block, step) = (row / self.per_block, row % self.per_block);
             for lane in 0..LANES {
                 let word = block * LANES + lane % self.width;
-                let position = step * self.positions() + lane / self.width;
+                let position = lane / self.width * self.per_block + step;
                 let coordinate = position * self.n_words + word;
                 if word < self.n_words && coordinate < self.head_dim {
                     visit(row, lane, coordinate);

@@ -49,13 +49,22 @@ fn interpolated(x: &[f32], max_bits: u32, kappa: f64) -> f64 {
 }
 
 /// Bit pattern of the magnitude at `rank` (from 0) of the sorted ones: patterns of non-negative floats are ordered as the
-/// floats are, so bisection on them ends after at most 31 counts.
+/// floats are, so bisection on them ends after at most 31 counts, and with distinct magnitudes after about 15.
 #[inline(always)]
 fn order_statistic(x: &[f32], max_bits: u32, rank: usize) -> u32 {
     let (mut low, mut high) = (0, max_bits);
     while low < high {
         let middle = low + (high - low) / 2;
-        if count_up_to(x, middle) as usize > rank {
+        let count = count_up_to(x, middle) as usize;
+        if count == rank + 1 {
+            return x
+                .iter()
+                .map(|&x| magnitude_bits(x))
+                .map(|bits| if bits <= middle { bits } else { 0 })
+                .max()
+                .unwrap_or(0);
+        }
+        if count > rank {
             high = middle;
         } else {
             low = middle + 1;
@@ -64,6 +73,7 @@ fn order_statistic(x: &[f32], max_bits: u32, rank: usize) -> u32 {
     low
 }
 
+/// How many magnitudes are at most the one with these bits.
 #[inline(always)]
 fn count_up_to(x: &[f32], bits: u32) -> u32 {
     x.iter().map(|&x| u32::from(magnitude_bits(x) <= bits)).sum()

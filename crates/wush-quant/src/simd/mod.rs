@@ -1,12 +1,17 @@
 //! The machine's vector instructions: which there are, and the loops compiled for each.
 //!
 //! Most loops are plain Rust ([`Work`], `plain`), compiled three times and vectorized by the compiler; the two products of
-//! attention are written for AVX-512 besides (`avx512`). All `unsafe` of this crate is below this module: calls of functions
+//! attention are written for AVX2 and AVX-512 besides (`x86`). All `unsafe` of this crate is below this module: calls of functions
 //! compiled for more than the baseline, behind the check that the machine has it, and unaligned loads.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod plain;
+mod tokens;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use crate::Layout;
 use crate::attention::{Accumulators, Queries};
@@ -104,7 +109,10 @@ pub(crate) fn dot(level: Level, layout: &Layout, order: &Rows, queries: &Queries
     let dot = plain::Dot { layout, order, queries, packed, scores };
     match level {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the machine has AVX-512 F, BW and VL, see `run`.
+        // SAFETY: the machine has AVX2 and FMA, see `run`.
+        Level::Avx2 => unsafe { avx2::dot(dot) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX-512 F, BW and VL, besides AVX2 and FMA, see `run`.
         Level::Avx512 => unsafe { avx512::dot(dot) },
         _ => run(level, dot),
     }
@@ -122,7 +130,10 @@ pub(crate) fn axpy(
     let axpy = plain::Axpy { layout, order, weights, packed, sums };
     match level {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the machine has AVX-512 F, BW and VL, see `run`.
+        // SAFETY: the machine has AVX2 and FMA, see `run`.
+        Level::Avx2 => unsafe { avx2::axpy(axpy) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has AVX-512 F, BW and VL, besides AVX2 and FMA, see `run`.
         Level::Avx512 => unsafe { avx512::axpy(axpy) },
         _ => run(level, axpy),
     }

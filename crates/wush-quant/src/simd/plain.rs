@@ -2,6 +2,7 @@
 //! token-heads, and queries or weights. Leaves: scores, sums.
 
 use super::Work;
+use super::tokens::{Tokens, sixteen};
 use crate::attention::{Accumulators, Queries, Row};
 use crate::layout::{LANES, Rows};
 use crate::{Bits, Layout};
@@ -34,50 +35,35 @@ impl Work for Dot<'_> {
 impl Dot<'_> {
     #[inline(always)]
     fn all<const FMA: bool, const BITS: u32>(&mut self) {
-        let n_queries = self.queries.n_queries();
-        let mut first = 0;
-        while first < n_queries {
-            first += match n_queries - first {
-                1 => self.group::<FMA, BITS, 1>(first),
-                2 => self.group::<FMA, BITS, 2>(first),
-                3 => self.group::<FMA, BITS, 3>(first),
-                _ => self.group::<FMA, BITS, 4>(first),
-            };
-        }
-    }
-
-    /// N queries from `first` on, against all tokens; N.
-    #[inline(always)]
-    fn group<const FMA: bool, const BITS: u32, const N: usize>(&mut self, first: usize) -> usize {
-        let n_bytes = self.layout.n_bytes();
-        let n_tokens = self.packed.len() / n_bytes;
-        for (token, record) in self.packed.chunks_exact(n_bytes).enumerate() {
-            let products = self.products::<FMA, BITS, N>(first, record);
-            let (scale, zero) = self.layout.scales(record);
-            for (query, product) in (first..).zip(products) {
-                self.scores[query * n_tokens + token] = scale * (product - zero * self.queries.sums[query]);
+        let tokens = Tokens::new(self.layout, self.packed);
+        let n_tokens = tokens.len();
+        let mut sums = vec![Row::default(); self.queries.n_queries()];
+        for token in 0..n_tokens {
+            let packed = tokens.from(token);
+            self.products::<FMA, BITS>(packed, &mut sums);
+            let (scale, zero) = self.layout.scales(packed);
+            for (query, (sums, sum)) in sums.iter().zip(&self.queries.sums).enumerate() {
+                self.scores[query * n_tokens + token] = scale * (sum_of_lanes(&sums.0) - zero * sum);
             }
         }
-        N
     }
 
-    /// `Σ qᵢ codeᵢ` of N queries.
+    /// `Σ qᵢ codeᵢ` of the first token-head of `packed` and every query, in partial sums.
     #[inline(always)]
-    fn products<const FMA: bool, const BITS: u32, const N: usize>(&self, first: usize, record: &[u8]) -> [f32; N] {
-        let mut sums = [[0.0f32; LANES]; N];
-        let n_queries = self.queries.n_queries();
+    fn products<const FMA: bool, const BITS: u32>(&self, packed: &[u8], sums: &mut [Row]) {
+        sums.fill(Row::default());
+        let n_queries = sums.len();
         for (block, rows) in self.queries.rows.chunks_exact(n_queries * self.order.per_block).enumerate() {
-            let mut words = Words::<BITS>::of(self.layout, self.order, record, block);
-            for row in rows.chunks_exact(n_queries) {
-                let codes = words.next();
-                for (sums, query) in sums.iter_mut().zip(&row[first..first + N]) {
-                    for ((sum, &query), &code) in sums.iter_mut().zip(&query.0).zip(&codes) {
-                        *sum = fused::<FMA>(query, code, *sum);
+            let words = Words::<BITS>::of(self.layout, self.order, packed, block);
+            for (step, row) in rows.chunks_exact(n_queries).enumerate() {
+                let codes = words.codes(step);
+                for (Row(sums), Row(query)) in sums.iter_mut().zip(row) {
+                    for lane in 0..LANES {
+                        sums[lane] = fused::<FMA>(query[lane], codes[lane], sums[lane]);
                     }
                 }
             }
         }
-        sums.map(|lanes| sum_of_lanes(&lanes))
     }
 }
 
@@ -109,22 +95,24 @@ impl Work for Axpy<'_> {
 impl Axpy<'_> {
     #[inline(always)]
     fn all<const FMA: bool, const BITS: u32>(&mut self) {
-        let (n_bytes, n_queries) = (self.layout.n_bytes(), self.sums.n_queries());
-        let n_tokens = self.packed.len() / n_bytes;
-        for (token, record) in self.packed.chunks_exact(n_bytes).enumerate() {
-            let (scale, zero) = self.layout.scales(record);
-            for (query, offset) in self.sums.offsets.iter_mut().enumerate() {
-                *offset = fused::<FMA>(self.weights[query * n_tokens + token] * scale, zero, *offset);
+        let tokens = Tokens::new(self.layout, self.packed);
+        let (n_tokens, n_queries) = (tokens.len(), self.sums.n_queries());
+        let mut weights = vec![0.0f32; n_queries];
+        for token in 0..n_tokens {
+            let packed = tokens.from(token);
+            let (scale, zero) = self.layout.scales(packed);
+            for (query, weight) in weights.iter_mut().enumerate() {
+                *weight = self.weights[query * n_tokens + token] * scale;
+                self.sums.offsets[query] += *weight * zero;
             }
             let blocks = self.sums.rows.chunks_exact_mut(n_queries * self.order.per_block);
             for (block, rows) in blocks.enumerate() {
-                let mut words = Words::<BITS>::of(self.layout, self.order, record, block);
-                for row in rows.chunks_exact_mut(n_queries) {
-                    let codes = words.next();
-                    for (query, Row(sums)) in row.iter_mut().enumerate() {
-                        let weight = self.weights[query * n_tokens + token] * scale;
-                        for (sum, &code) in sums.iter_mut().zip(&codes) {
-                            *sum = fused::<FMA>(weight, code, *sum);
+                let words = Words::<BITS>::of(self.layout, self.order, packed, block);
+                for (step, row) in rows.chunks_exact_mut(n_queries).enumerate() {
+                    let codes = words.codes(step);
+                    for (Row(sums), &weight) in row.iter_mut().zip(&weights) {
+                        for lane in 0..LANES {
+                            sums[lane] = fused::<FMA>(weight, codes[lane], sums[lane]);
                         }
                     }
                 }
@@ -133,50 +121,62 @@ impl Axpy<'_> {
     }
 }
 
-/// The words of one block of a record, spread over the lanes and shifted to the next row; see [`Rows`].
+/// The words of one block of a record, spread over the lanes; see [`Rows`]. Lanes without a word hold anything: they meet
+/// queries of zero, and sums that nobody reads.
 struct Words<const BITS: u32> {
     /// Words; at 3 bits, of the low plane.
     low: [u32; LANES],
     /// At 3 bits the high plane, two bits to the left.
     high: [u32; LANES],
-    positions: u32,
 }
 
 impl<const BITS: u32> Words<BITS> {
     const WIDTH: u32 = if BITS == 3 { 2 } else { BITS };
 
+    /// Of the first record of `packed`.
     #[inline(always)]
-    fn of(layout: &Layout, order: &Rows, record: &[u8], block: usize) -> Self {
-        let (low, high) = record[..layout.code_bytes()].split_at(4 * layout.n_words());
-        let mut words = Self { low: [0; LANES], high: [0; LANES], positions: order.positions() as u32 };
-        for (word, bytes) in words.low.iter_mut().zip(low[4 * LANES * block..].chunks_exact(4)) {
-            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    fn of(layout: &Layout, order: &Rows, packed: &[u8], block: usize) -> Self {
+        let low = sixteen::<4>(&packed[4 * LANES * block..]);
+        let mut words = Self { low: [0; LANES], high: [0; LANES] };
+        for lane in 0..LANES {
+            words.low[lane] = u32::from_le_bytes(low[lane]);
         }
         if BITS == 3 {
-            for (word, bytes) in words.high.iter_mut().zip(high[2 * LANES * block..].chunks_exact(2)) {
-                *word = u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 2;
+            let high = sixteen::<2>(&packed[4 * layout.n_words() + 2 * LANES * block..]);
+            for lane in 0..LANES {
+                words.high[lane] = u32::from(u16::from_le_bytes(high[lane])) << 2;
             }
         }
-        for lane in order.width..LANES {
-            let position = (lane / order.width) as u32;
-            words.low[lane] = words.low[lane % order.width] >> (Self::WIDTH * position);
-            words.high[lane] = words.high[lane % order.width] >> position;
+        match order.width {
+            4 => words.repeated::<4>(order.per_block as u32),
+            8 => words.repeated::<8>(order.per_block as u32),
+            _ => words,
         }
-        words
     }
 
-    /// Codes of the next row.
+    /// The first W lanes again and again, each time `per_block` positions further.
     #[inline(always)]
-    fn next(&mut self) -> [f32; LANES] {
+    fn repeated<const W: usize>(mut self, per_block: u32) -> Self {
+        let (low, high) = (self.low, self.high);
+        for lane in 0..LANES {
+            let positions = (lane / W) as u32 * per_block;
+            self.low[lane] = low[lane % W] >> (Self::WIDTH * positions);
+            self.high[lane] = high[lane % W] >> positions;
+        }
+        self
+    }
+
+    /// Codes of row `step` of the block.
+    #[inline(always)]
+    fn codes(&self, step: usize) -> [f32; LANES] {
         let mut codes = [0.0; LANES];
-        for ((code, low), high) in codes.iter_mut().zip(&mut self.low).zip(&mut self.high) {
-            let mut bits = *low & ((1 << Self::WIDTH) - 1);
-            *low >>= Self::WIDTH * self.positions & 31;
+        let step = step as u32;
+        for lane in 0..LANES {
+            let mut bits = (self.low[lane] >> (Self::WIDTH * step)) & ((1 << Self::WIDTH) - 1);
             if BITS == 3 {
-                bits |= *high & 4;
-                *high >>= self.positions;
+                bits |= (self.high[lane] >> step) & 4;
             }
-            *code = bits.cast_signed() as f32;
+            codes[lane] = bits.cast_signed() as f32;
         }
         codes
     }
@@ -190,7 +190,13 @@ fn fused<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 /// Halves added to halves.
 #[inline(always)]
 fn sum_of_lanes(lanes: &[f32; LANES]) -> f32 {
-    let eight: [f32; 8] = std::array::from_fn(|i| lanes[i] + lanes[i + 8]);
-    let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
-    (four[0] + four[2]) + (four[1] + four[3])
+    let mut sums = *lanes;
+    let mut n = LANES / 2;
+    while n > 0 {
+        for lane in 0..n {
+            sums[lane] += sums[lane + n];
+        }
+        n /= 2;
+    }
+    sums[0]
 }
