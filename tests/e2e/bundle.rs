@@ -6,7 +6,7 @@ use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
-use wush_tests::{Scratch, contents, names};
+use wush_tests::{Scratch, contents, fixture, names};
 
 use crate::common::{args, assert_schema, model, on_demo, on_tiny, text, tiny, wush};
 
@@ -209,6 +209,71 @@ fn unfolding_gives_the_original_within_rounding() {
         assert!(diff <= tol, "{name}: {diff:e} > {tol:e}");
     }
     assert!(!scratch.join("back/wush").exists());
+    program.ok(&args([&"inspect", &"back", &"--base", &model()]));
+    // The folded weights are the same function; without their manifest they pass for the original, which they are not.
+    fs::remove_dir_all(scratch.join("bundle/wush")).expect("removed");
+    assert_audit(
+        &scratch,
+        &args([&"inspect", &"bundle", &"--base", &model(), &"--format", &"json"]),
+        &["same coordinates"],
+    );
+}
+
+/// Runs an audit with `--format json` and asserts which checks fail.
+fn assert_audit(scratch: &Scratch, command: &[String], expected: &[&str]) {
+    let run = wush(scratch).run(command);
+    let report = run.json();
+    let checks = report["checks"].as_array().expect("checks");
+    let failed: Vec<_> = checks.iter().filter(|check| check["ok"] == false).map(|check| &check["name"]).collect();
+    assert_eq!(failed, expected, "{checks:#?}");
+    assert_eq!(run.code, Some(i32::from(!expected.is_empty())), "{run:?}");
+}
+
+#[test]
+fn a_manifest_is_held_to_what_can_be_computed_again() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--verify-sequences", "0"]));
+    let whole = manifest(&scratch.join("bundle"));
+    let alone = args([&"inspect", &"bundle", &"--format", &"json"]);
+    let with_base = args([&"inspect", &"bundle", &"--base", &model(), &"--format", &"json"]);
+    let (keys, values) = ("key transforms are the solver's", "value transforms are the solver's");
+    for (place, value, expected, without_base) in [
+        ("/source/family", "llama".into(), &["family"][..], true),
+        ("/basis/kind", "original".into(), &["basis"], true),
+        ("/fold/dtype", "f32".into(), &["fold dtype"], true),
+        ("/calibration/sequences", 5.into(), &["calibration figures"], true),
+        ("/layers/2/key/1/cond_gram", 0.5.into(), &["solver's figures"], true),
+        ("/layers/2/key/1/cond_transform", 1.0.into(), &[keys], true),
+        ("/layers/2/value/1", whole["layers"][3]["value"][0].clone(), &[values], true),
+        ("/solve/stats_hash", Value::Null, &["solver's record"], true),
+        ("/fold/max_rel_error", 1e-4.into(), &["fold error"], false),
+        ("/fold/worst_layer", 6.into(), &["fold error"], false),
+    ] {
+        let mut edited = whole.clone();
+        *edited.pointer_mut(place).expect("a key of the manifest") = value;
+        fs::write(scratch.join("bundle/wush/manifest.json"), edited.to_string()).expect("written");
+        assert_audit(&scratch, &alone, if without_base { expected } else { &[] });
+        assert_audit(&scratch, &with_base, expected);
+    }
+}
+
+#[test]
+fn statistics_are_checked_on_load_and_against_their_model() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_demo("calibrate", &["--out", "stats.safetensors"]));
+    let audit =
+        |base: &Path| args([&"inspect", &"stats.safetensors", &"--base", &base.to_owned(), &"--format", &"json"]);
+    assert_audit(&scratch, &audit(&model()), &[]);
+    assert_audit(&scratch, &audit(&fixture("tiny/qwen3")), &["same model", "output Gram matrices", "belongs to base"]);
+
+    let path = scratch.join("stats.safetensors");
+    let mut bytes = fs::read(&path).expect("read");
+    let at = bytes.len() - 8;
+    bytes[at] ^= 1;
+    fs::write(&path, bytes).expect("written");
+    let run = wush(&scratch).run(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("its content is not what was written") && run.stderr.contains("hint: "), "{run:?}");
 }
 
 #[test]
