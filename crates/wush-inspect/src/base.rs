@@ -96,16 +96,7 @@ impl Comparison<'_> {
                 found.iter().map(|head| (head.check.layer, head.check.head, head.coordinates)).collect();
             add_check(report, "same coordinates", "W_V' is W_V itself, T = I", explained, &coordinates);
         }
-        for Found { check, stated, coordinates } in found {
-            let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
-            let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
-            report.head(check.layer, check.head).fold = Some(FoldAudit {
-                rel_error: finite(check.rel_error),
-                weights_excess: finite(weights),
-                sidecar_excess: sidecar.and_then(finite),
-                ok: check.ok && stated.is_none_or(|stated| stated.ok) && coordinates <= 1.0,
-            });
-        }
+        found.into_iter().for_each(|found| found.put(report));
         Ok(())
     }
 
@@ -147,6 +138,21 @@ struct Found {
     stated: Option<TransformCheck>,
     /// Of a plain checkpoint: see [`coordinates::excess`].
     coordinates: f64,
+}
+
+impl Found {
+    /// Puts the figures into the report's head.
+    fn put(self, report: &mut Report) {
+        let Self { check, stated, coordinates } = self;
+        let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
+        let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
+        report.head(check.layer, check.head).fold = Some(FoldAudit {
+            rel_error: finite(check.rel_error),
+            weights_excess: finite(weights),
+            sidecar_excess: sidecar.and_then(finite),
+            ok: check.ok && stated.is_none_or(|stated| stated.ok) && coordinates <= 1.0,
+        });
+    }
 }
 
 /// Rows that a fold may change, by tensor: values, value biases, output projections.

@@ -70,30 +70,7 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
         report.check_result("index", total);
     }
     let model = Model { spec: &spec, hash: Some(hash) };
-    match KeySidecar::load(&wush.join(KEY_TRANSFORMS)) {
-        Ok(sidecar) => {
-            check_key(&mut report, &sidecar, Some(model));
-            if let Some(manifest) = &manifest {
-                let record = manifest::record(manifest);
-                check_stored(&mut report, Role::Key, &stored_keys(&sidecar), &record, Precision::F32);
-            }
-        }
-        Err(error) => report.check("key sidecar", false, error.to_string()),
-    }
-    let values = match ValueSidecar::load(&wush.join(VALUE_TRANSFORMS)) {
-        Ok(sidecar) => {
-            check_value(&mut report, &sidecar, Some(model));
-            if let Some(manifest) = &manifest {
-                let record = manifest::record(manifest);
-                check_stored(&mut report, Role::Value, &stored_values(&sidecar), &record, Precision::F32);
-            }
-            Some(sidecar)
-        }
-        Err(error) => {
-            report.check("value sidecar", false, error.to_string());
-            None
-        }
-    };
+    let values = check_sidecars(&mut report, &wush, model, manifest.as_ref());
     if let Some(base) = base {
         check_source(&mut report, manifest.as_ref(), base, monitor)?;
         let (checkpoint, manifest, roundings) = (&checkpoint, manifest.as_ref(), Roundings::One);
@@ -101,6 +78,38 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
             .run(&mut report)?;
     }
     Ok(report)
+}
+
+/// Both sidecars, against the model and the manifest; the value sidecar, when it could be read.
+fn check_sidecars(
+    report: &mut Report,
+    wush: &Path,
+    model: Model<'_>,
+    manifest: Option<&Manifest>,
+) -> Option<ValueSidecar> {
+    let record = manifest.map(manifest::record);
+    match KeySidecar::load(&wush.join(KEY_TRANSFORMS)) {
+        Ok(sidecar) => {
+            check_key(report, &sidecar, Some(model));
+            if let Some(record) = &record {
+                check_stored(report, Role::Key, &stored_keys(&sidecar), record, Precision::F32);
+            }
+        }
+        Err(error) => report.check("key sidecar", false, error.to_string()),
+    }
+    match ValueSidecar::load(&wush.join(VALUE_TRANSFORMS)) {
+        Ok(sidecar) => {
+            check_value(report, &sidecar, Some(model));
+            if let Some(record) = &record {
+                check_stored(report, Role::Value, &stored_values(&sidecar), record, Precision::F32);
+            }
+            Some(sidecar)
+        }
+        Err(error) => {
+            report.check("value sidecar", false, error.to_string());
+            None
+        }
+    }
 }
 
 /// Everything that the manifest says about itself and the files.

@@ -32,6 +32,16 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>, monit
         }
     };
     describe(&mut report, &statistics);
+    measure_heads(&mut report, &statistics, monitor)?;
+    check_ranks(&mut report, &statistics);
+    if let Some(base) = base {
+        check_base(&mut report, &statistics, base);
+    }
+    Ok(report)
+}
+
+/// Every head's figures, in parallel, and whether its transforms can be solved.
+fn measure_heads(report: &mut Report, statistics: &Statistics, monitor: &dyn Monitor) -> Result<()> {
     let heads: Vec<(usize, &LayerStats, usize)> = statistics
         .layers
         .iter()
@@ -77,11 +87,7 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>, monit
         crate::files::list(&problems)
     };
     report.check("solvable", ok, detail);
-    check_ranks(&mut report, &statistics);
-    if let Some(base) = base {
-        check_base(&mut report, &statistics, base);
-    }
-    Ok(report)
+    Ok(())
 }
 
 fn describe(report: &mut Report, statistics: &Statistics) {

@@ -24,14 +24,7 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
             return report;
         }
     };
-    let n_heads: usize = transforms.layers.values().map(|layer| layer.key.n_heads).sum();
-    let detail = format!("{} and {}, all finite", count(transforms.layers.len(), "layer"), count(n_heads, "KV head"));
-    report.check("transforms", n_heads > 0, detail);
-    report.model_hash = Some(transforms.model_hash);
-    report.fact(
-        "transform",
-        format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping),
-    );
+    describe(&mut report, &transforms);
     let record = Record {
         transform: &transforms.transform,
         damping: transforms.damping,
@@ -47,18 +40,7 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
         check_calibration(&mut report, calibration.tokens, head_dim);
     }
     add_layers(&mut report, &transforms.report);
-    if !transforms.report.is_empty() {
-        let complete = transforms
-            .report
-            .iter()
-            .map(|layer| (layer.layer, layer.key.len(), layer.value.len()))
-            .eq(transforms.layers.iter().map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads)));
-        report.check(
-            "solver's report",
-            complete,
-            if complete { "one entry a head" } else { "layers or heads are not those of the transforms" },
-        );
-    }
+    check_complete(&mut report, &transforms);
     check_role(
         &mut report,
         &transforms,
@@ -80,6 +62,34 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
         check_shapes(&mut report, &transforms, base);
     }
     report
+}
+
+/// What it is, as facts.
+fn describe(report: &mut Report, transforms: &Transforms) {
+    let n_heads: usize = transforms.layers.values().map(|layer| layer.key.n_heads).sum();
+    let detail = format!("{} and {}, all finite", count(transforms.layers.len(), "layer"), count(n_heads, "KV head"));
+    report.check("transforms", n_heads > 0, detail);
+    report.model_hash = Some(transforms.model_hash);
+    report.fact(
+        "transform",
+        format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping),
+    );
+}
+
+/// The solver's report has one entry a head, or none at all.
+fn check_complete(report: &mut Report, transforms: &Transforms) {
+    if !transforms.report.is_empty() {
+        let complete = transforms
+            .report
+            .iter()
+            .map(|layer| (layer.layer, layer.key.len(), layer.value.len()))
+            .eq(transforms.layers.iter().map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads)));
+        report.check(
+            "solver's report",
+            complete,
+            if complete { "one entry a head" } else { "layers or heads are not those of the transforms" },
+        );
+    }
 }
 
 /// Layers, KV heads and dimensions as the base's.
