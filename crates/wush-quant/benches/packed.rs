@@ -1,8 +1,9 @@
 //! Speed of packing, unpacking and attention's two products, beside a copy of the same bytes: `cargo bench -p wush-quant`.
 //!
 //! One thread; 32,768 tokens of 8 KV heads, laid out as records one after another. `dot` and `axpy` run with one query and
-//! with four (a group of grouped-query attention). A copy reads and writes the packed bytes; for `pack` and `unpack`, the
-//! f32 numbers as well. `-- quick` prints one line each, the fastest of several runs; without it criterion measures.
+//! with four (a group of grouped-query attention). A copy reads and writes the packed bytes. `-- quick` prints a line for each
+//! layout and the ratios to the copy, the fastest of several runs; `-- quick levels` also on narrower vectors. Without it
+//! criterion measures.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ const DIMS: [usize; 2] = [64, 128];
 /// Tokens a call: a page's worth and more, as a runtime would pass.
 const BLOCK: usize = 256;
 /// Repetitions of a quick timing; the fastest counts.
-const REPEATS: usize = 7;
+const REPEATS: usize = 11;
 
 fn main() {
     if std::env::args().any(|arg| arg == "quick") {
@@ -24,7 +25,7 @@ fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     for dim in DIMS {
         for bits in Bits::ALL {
-            measure(&mut criterion, &mut Data::new(dim, bits, "quest"));
+            measure(&mut criterion, &mut Data::new(dim, bits, Level::widest()));
         }
     }
     criterion.final_summary();
@@ -32,16 +33,20 @@ fn main() {
 
 struct Data {
     codec: Codec,
+    /// The same with the OSCAR-style quantizer, which only packing knows.
+    oscar: Codec,
     numbers: Vec<f32>,
     packed: Vec<u8>,
     copy: Vec<u8>,
 }
 
 impl Data {
-    fn new(dim: usize, bits: Bits, method: &str) -> Self {
-        let method: Method = method.parse().expect("a name");
-        let quantizer = method.quantizer(bits, Role::Key, ScaleDtype::Bf16).expect("in range");
-        let codec = Codec::new(dim, quantizer).expect("in range");
+    fn new(dim: usize, bits: Bits, level: Level) -> Self {
+        let [codec, oscar] = ["quest", "oscar"].map(|name| {
+            let method: Method = name.parse().expect("a name");
+            let quantizer = method.quantizer(bits, Role::Key, ScaleDtype::Bf16).expect("in range");
+            Codec::new(dim, quantizer).expect("in range").at(level).expect("available")
+        });
         let mut state = 1u64;
         let mut uniform = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -51,7 +56,7 @@ impl Data {
         let mut packed = vec![0; N_TOKENS * codec.layout().n_bytes()];
         codec.pack(&numbers, &mut packed).expect("in range");
         let copy = packed.clone();
-        Self { codec, numbers, packed, copy }
+        Self { codec, oscar, numbers, packed, copy }
     }
 
     fn copy(&mut self) {
@@ -61,6 +66,10 @@ impl Data {
 
     fn pack(&mut self) {
         self.codec.pack(black_box(&self.numbers), &mut self.packed).expect("in range");
+    }
+
+    fn pack_oscar(&mut self) {
+        self.oscar.pack(black_box(&self.numbers), &mut self.packed).expect("in range");
     }
 
     fn unpack(&mut self) {
@@ -87,10 +96,14 @@ impl Data {
     }
 }
 
+/// One thing to measure.
+type Action = fn(&mut Data);
+
 /// What is measured, by name.
-const ACTIONS: [(&str, fn(&mut Data)); 7] = [
+const ACTIONS: [(&str, Action); 8] = [
     ("copy", Data::copy),
-    ("pack", Data::pack),
+    ("pack, quest", Data::pack),
+    ("pack, oscar", Data::pack_oscar),
     ("unpack", Data::unpack),
     ("dot, 1 query", |data| data.dot(1)),
     ("dot, 4 queries", |data| data.dot(4)),
@@ -109,23 +122,18 @@ fn measure(criterion: &mut Criterion, data: &mut Data) {
 }
 
 fn quick() {
-    let levels: &[Level] = if std::env::args().any(|arg| arg == "levels") { &Level::ALL } else { &[Level::Avx512] };
-    for method in ["quest", "oscar"] {
+    let all = std::env::args().any(|arg| arg == "levels");
+    let levels = Level::ALL.into_iter().filter(|level| level.is_available() && (all || *level == Level::widest()));
+    for level in levels {
         for (dim, bits) in DIMS.into_iter().flat_map(|dim| Bits::ALL.map(|bits| (dim, bits))) {
-            let mut data = Data::new(dim, bits, method);
-            for &level in levels {
-                let Ok(codec) = data.codec.at(level) else { continue };
-                data.codec = codec;
-                let mut line = format!("{method:5} d {dim:3}, {} bits, {}:", bits.get(), level.name());
-                let mut copy = 0.0;
-                for (name, action) in ACTIONS {
-                    let seconds = fastest(|| action(&mut data));
-                    copy = if name == "copy" { seconds } else { copy };
-                    let rate = N_TOKENS as f64 / seconds / 1e6;
-                    let gigabytes = data.packed.len() as f64 / seconds / 1e9;
-                    line += &format!(" {name} {rate:.0} M/s, {gigabytes:.1} GB/s, x{:.2};", seconds / copy);
-                }
-                println!("{line}");
+            let mut data = Data::new(dim, bits, level);
+            let mut copy = f64::NAN;
+            println!("d {dim}, {} bits, {} bytes, {}", bits.get(), data.codec.layout().n_bytes(), level.name());
+            for (name, action) in ACTIONS {
+                let seconds = fastest(|| action(&mut data));
+                copy = if name == "copy" { seconds } else { copy };
+                let (rate, gigabytes) = (N_TOKENS as f64 / seconds / 1e6, data.packed.len() as f64 / seconds / 1e9);
+                println!("    {name:16} {rate:6.1} M token-heads/s {gigabytes:6.2} GB/s  copy x {:.2}", seconds / copy);
             }
         }
     }

@@ -3,7 +3,7 @@
 
 use crate::codec::check_length;
 use crate::layout::{LANES, Rows};
-use crate::{Layout, QuantError, Result};
+use crate::{Bits, Layout, Level, QuantError, Result};
 
 /// One row of lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -16,6 +16,8 @@ pub struct Queries {
     layout: Layout,
     /// `[rows, queries]`; zero in lanes that hold no coordinate.
     pub(crate) rows: Vec<Row>,
+    /// Sums of two products by the codes of both, [`score_tables`]; empty where the kernels use none.
+    pub(crate) tables: Vec<Row>,
     /// `Σ qᵢ` in f64, rounded once.
     pub(crate) sums: Vec<f32>,
 }
@@ -36,9 +38,11 @@ impl Queries {
                 lanes.0[lane] = queries[query * head_dim + coordinate];
             }
         });
+        let looked_up = layout.bits() == Bits::Two && Level::Avx512.is_available();
+        let tables = if looked_up { score_tables(layout, queries) } else { Vec::new() };
         let sum = |query: &[f32]| query.iter().map(|&q| f64::from(q)).sum::<f64>() as f32;
         let sums = queries.chunks_exact(head_dim).map(sum).collect();
-        Ok(Self { layout: *layout, rows, sums })
+        Ok(Self { layout: *layout, rows, tables, sums })
     }
 
     /// Queries held.
@@ -49,6 +53,25 @@ impl Queries {
     pub(crate) fn check(&self, layout: &Layout) -> Result<()> {
         if self.layout == *layout { Ok(()) } else { Err(QuantError::OtherLayout { what: "queries" }) }
     }
+}
+
+/// Tables of one word of codes at 2 bits, one for two of its 16 codes.
+pub(crate) const TABLES: usize = 8;
+
+/// Tables of `queries`, `[n, d]`, at 2 bits: `[words, 8, queries]`, the k-th of word w for positions 2k and 2k + 1.
+fn score_tables(layout: &Layout, queries: &[f32]) -> Vec<Row> {
+    let (head_dim, n_words) = (layout.head_dim(), layout.n_words());
+    let mut tables = Vec::with_capacity(n_words * TABLES * queries.len() / head_dim);
+    for word in 0..n_words {
+        for k in 0..TABLES {
+            for query in queries.chunks_exact(head_dim) {
+                let at = |position: usize| query.get(position * n_words + word).copied().unwrap_or(0.0);
+                let (even, odd) = (at(2 * k), at(2 * k + 1));
+                tables.push(Row(std::array::from_fn(|i| (i % 4) as f32 * even + (i / 4) as f32 * odd)));
+            }
+        }
+    }
+    tables
 }
 
 /// Weighted sums of packed values, one a query, in the order of the codes; built up by [`Codec::axpy`](crate::Codec::axpy)

@@ -4,7 +4,7 @@
 use crate::affine::{Affine, Extent};
 use crate::attention::{Accumulators, Queries};
 use crate::layout::{Rows, codes_per_word};
-use crate::simd::{self, Level, Work};
+use crate::simd::{self, Axpy, Dot, Level, Work};
 use crate::{Bits, Kind, Layout, MAX_HEAD_DIM, QuantError, Quantizer, Result, oscar, quest};
 
 /// A quantizer for heads of one dimension, with the machine's vector instructions chosen.
@@ -109,7 +109,7 @@ impl Codec {
         if scores.is_empty() {
             return Ok(());
         }
-        simd::dot(self.level, &self.layout, &self.rows, queries, packed, scores);
+        simd::dot(self.level, Dot { layout: &self.layout, order: &self.rows, queries, packed, scores });
         Ok(())
     }
 
@@ -127,7 +127,7 @@ impl Codec {
         if weights.is_empty() {
             return Ok(());
         }
-        simd::axpy(self.level, &self.layout, &self.rows, weights, packed, sums);
+        simd::axpy(self.level, Axpy { layout: &self.layout, order: &self.rows, weights, packed, sums });
         Ok(())
     }
 
@@ -254,14 +254,7 @@ fn unpack_codes(layout: &Layout, record: &[u8], codes: &mut [u8]) {
     let (low, high) = record[..layout.code_bytes()].split_at(4 * n_words);
     let (low, _) = low.as_chunks();
     let width = plane_width(layout.bits());
-    for_usual_widths(n_words, |n_words| {
-        for (position, codes) in codes.chunks_mut(n_words).enumerate() {
-            let (shift, mask) = (position as u32 * width, (1 << width) - 1);
-            for (code, &word) in codes.iter_mut().zip(low) {
-                *code = ((u32::from_le_bytes(word) >> shift) & mask) as u8;
-            }
-        }
-    });
+    for_usual_widths(n_words, |n_words| unpack_plane(low, n_words, width, codes, |code| code as u8));
     if layout.bits() == Bits::Three {
         let (high, _) = high.as_chunks();
         for_usual_widths(n_words, |n_words| {
@@ -271,6 +264,17 @@ fn unpack_codes(layout: &Layout, record: &[u8], codes: &mut [u8]) {
                 }
             }
         });
+    }
+}
+
+/// Undoes [`pack_plane`]: `out[p n_words + w] = value(words[w] >> (p width) mod 2^width)`.
+#[inline(always)]
+fn unpack_plane<T>(words: &[[u8; 4]], n_words: usize, width: u32, out: &mut [T], value: impl Fn(u32) -> T) {
+    for (position, out) in out.chunks_mut(n_words).enumerate() {
+        let (shift, mask) = (position as u32 * width, (1 << width) - 1);
+        for (out, &word) in out.iter_mut().zip(words) {
+            *out = value((u32::from_le_bytes(word) >> shift) & mask);
+        }
     }
 }
 
@@ -290,11 +294,18 @@ impl Work for Unpack<'_> {
         let codes = &mut codes[..layout.head_dim()];
         let tokens = self.packed.chunks_exact(layout.n_bytes()).zip(self.x.chunks_exact_mut(layout.head_dim()));
         for (record, x) in tokens {
-            unpack_codes(layout, record, codes);
             let (scale, zero) = layout.scales(record);
-            for (x, &code) in x.iter_mut().zip(&*codes) {
-                *x = scale * (f32::from(code) - zero);
+            if layout.bits() == Bits::Three {
+                unpack_codes(layout, record, codes);
+                x.iter_mut().zip(&*codes).for_each(|(x, &code)| *x = scale * (f32::from(code) - zero));
+                continue;
             }
+            let (words, _) = record[..layout.code_bytes()].as_chunks();
+            for_usual_widths(layout.n_words(), |n_words| {
+                unpack_plane(words, n_words, plane_width(layout.bits()), x, |code| {
+                    scale * (code.cast_signed() as f32 - zero)
+                });
+            });
         }
     }
 }

@@ -185,14 +185,14 @@ fn error_falls_with_bits() {
     }
 }
 
-/// Both products of every dimension, bits and group size, at every level, for token counts around the tile.
+/// Both products of every dimension, bits and group size, at every level, for token counts around the tiles.
 #[test]
 fn products_agree_with_the_naive_reference() {
     let mut source = Source(5);
     for dim in DIMS {
         for quantizer in all_quantizers() {
             let group = GROUPS[source.next() as usize % GROUPS.len()];
-            for n_tokens in [0, 1, 3, 4, 6] {
+            for n_tokens in [0, 1, 3, 4, 6, 16, 17, 35] {
                 let x = source.vector(n_tokens * dim);
                 for codec in levels(codec(dim, quantizer)) {
                     check_products(&codec, &packed(&codec, &x), group, &mut source);
@@ -385,6 +385,21 @@ fn no_queries_are_no_work() {
         let mut sums = Accumulators::new(codec.layout(), 0);
         codec.axpy(&[], &packed, &mut sums).expect("nothing to do");
         sums.add_to(&mut []).expect("nothing to do");
+    }
+}
+
+#[cfg(feature = "serde")]
+#[test]
+fn quantizers_are_written_and_read_and_checked() {
+    for quantizer in all_quantizers() {
+        let text = serde_json::to_string(&quantizer).expect("plain data");
+        assert_eq!(serde_json::from_str::<Quantizer>(&text).expect("its own text"), quantizer, "{text}");
+    }
+    let text = r#"{"kind":{"method":"oscar","kappa":0.92,"quantile":"index"},"bits":2,"scale_dtype":"bf16"}"#;
+    let read: Quantizer = serde_json::from_str(text).expect("valid");
+    assert_eq!(serde_json::to_string(&read).expect("plain data"), text);
+    for (from, to) in [("0.92", "1.5"), ("\"bits\":2", "\"bits\":5"), ("bf16", "f16"), ("oscar", "kivi")] {
+        assert!(serde_json::from_str::<Quantizer>(&text.replace(from, to)).is_err(), "{from} → {to}");
     }
 }
 

@@ -16,13 +16,13 @@ const SPAN: usize = TILE;
 
 products!("avx512f,avx512bw,avx512vl,avx2,fma");
 
-type Lanes = __m512;
+pub(super) type Lanes = __m512;
 
 /// Words of one token, of the low plane and (at 3 bits) of the high one.
-type Words = (__m512i, __m512i);
+pub(super) type Words = (__m512i, __m512i);
 
 /// How words are spread over lanes and read; see [`Layout`] and [`Rows`].
-struct Reader<const BITS: u32> {
+pub(super) struct Reader<const BITS: u32> {
     /// Where the high plane begins.
     high_bytes: usize,
     /// The word of each lane.
@@ -35,7 +35,7 @@ struct Reader<const BITS: u32> {
 
 impl<const BITS: u32> Reader<BITS> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn new(layout: &Layout, order: &Rows) -> Self {
+    pub(super) fn new(layout: &Layout, order: &Rows) -> Self {
         let (mut word, mut position) = ([[0; 4]; LANES], [[0; 4]; LANES]);
         let mut codes = Row::default();
         for lane in 0..LANES {
@@ -56,7 +56,7 @@ impl<const BITS: u32> Reader<BITS> {
     /// Words of one block of the first token-head of `packed`, ready for the first row.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
-    fn words(&self, packed: &[u8], block: usize) -> Words {
+    pub(super) fn words(&self, packed: &[u8], block: usize) -> Words {
         let low = load_words(sixteen(&packed[4 * LANES * block..]));
         let low = _mm512_srlv_epi32(_mm512_permutexvar_epi32(self.word, low), self.first.0);
         if BITS != 3 {
@@ -119,14 +119,14 @@ fn fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
-fn load(row: &Row) -> Lanes {
+pub(super) fn load(row: &Row) -> Lanes {
     // SAFETY: a row has the 64 bytes that are read; no alignment is asked for.
     unsafe { _mm512_loadu_ps(row.0.as_ptr()) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
-fn store(x: Lanes, row: &mut Row) {
+pub(super) fn store(x: Lanes, row: &mut Row) {
     // SAFETY: a row has the 64 bytes that are written; no alignment is asked for.
     unsafe { _mm512_storeu_ps(row.0.as_mut_ptr(), x) }
 }

@@ -1,21 +1,25 @@
 //! The machine's vector instructions: which there are, and the loops compiled for each.
 //!
-//! Most loops are plain Rust ([`Work`], `plain`), compiled three times and vectorized by the compiler; the two products of
-//! attention are written for AVX2 and AVX-512 besides (`x86`). All `unsafe` of this crate is below this module: calls of functions
-//! compiled for more than the baseline, behind the check that the machine has it, and unaligned loads.
+//! Most loops are plain Rust ([`Work`], `plain`), compiled three times and vectorized by the compiler. The two products of
+//! attention are written for AVX2 and AVX-512 besides (`x86`), and at 2 bits for two codes at a time (`tables`). All `unsafe`
+//! of this crate is in this module: calls of functions compiled for more than the baseline, behind the check that the
+//! machine has it, and unaligned loads and stores.
 
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::needless_range_loop, reason = "lanes and tokens are counted: every such loop is unrolled")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[expect(clippy::needless_range_loop, reason = "lanes are counted: every such loop becomes vectors")]
 mod plain;
+#[cfg(target_arch = "x86_64")]
+#[expect(clippy::needless_range_loop, reason = "lanes and tokens are counted: every such loop is unrolled")]
+mod tables;
 mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use crate::Layout;
-use crate::attention::{Accumulators, Queries};
-use crate::layout::Rows;
+pub(crate) use plain::{Axpy, Dot};
 
 /// Vector instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,36 +108,33 @@ fn run_avx512<W: Work>(work: W) -> W::Output {
     work.run::<true>()
 }
 
-/// See [`Codec::dot`](crate::Codec::dot); lengths are right.
-pub(crate) fn dot(level: Level, layout: &Layout, order: &Rows, queries: &Queries, packed: &[u8], scores: &mut [f32]) {
-    let dot = plain::Dot { layout, order, queries, packed, scores };
+/// See [`Codec::dot`](crate::Codec::dot); lengths are right, and there is something to do.
+pub(crate) fn dot(level: Level, dot: Dot<'_>) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has AVX2 and FMA, see `run`.
         Level::Avx2 => unsafe { avx2::dot(dot) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has AVX-512 F, BW and VL, besides AVX2 and FMA, see `run`.
+        Level::Avx512 if dot.layout.bits() == crate::Bits::Two => unsafe { tables::dot(dot) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Level::Avx512 => unsafe { avx512::dot(dot) },
         _ => run(level, dot),
     }
 }
 
-/// See [`Codec::axpy`](crate::Codec::axpy); lengths are right.
-pub(crate) fn axpy(
-    level: Level,
-    layout: &Layout,
-    order: &Rows,
-    weights: &[f32],
-    packed: &[u8],
-    sums: &mut Accumulators,
-) {
-    let axpy = plain::Axpy { layout, order, weights, packed, sums };
+/// See [`Codec::axpy`](crate::Codec::axpy); lengths are right, and there is something to do.
+pub(crate) fn axpy(level: Level, axpy: Axpy<'_>) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has AVX2 and FMA, see `run`.
         Level::Avx2 => unsafe { avx2::axpy(axpy) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has AVX-512 F, BW and VL, besides AVX2 and FMA, see `run`.
+        Level::Avx512 if axpy.layout.bits() == crate::Bits::Two => unsafe { tables::axpy(axpy) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Level::Avx512 => unsafe { avx512::axpy(axpy) },
         _ => run(level, axpy),
     }

@@ -8,14 +8,14 @@ use crate::layout::{LANES, Rows};
 use crate::{Bits, Layout};
 
 /// Arguments of [`Codec::dot`](crate::Codec::dot).
-pub(super) struct Dot<'a> {
-    pub(super) layout: &'a Layout,
-    pub(super) order: &'a Rows,
-    pub(super) queries: &'a Queries,
+pub(crate) struct Dot<'a> {
+    pub(crate) layout: &'a Layout,
+    pub(crate) order: &'a Rows,
+    pub(crate) queries: &'a Queries,
     /// `[tokens, n_bytes]`.
-    pub(super) packed: &'a [u8],
+    pub(crate) packed: &'a [u8],
     /// `[queries, tokens]`.
-    pub(super) scores: &'a mut [f32],
+    pub(crate) scores: &'a mut [f32],
 }
 
 impl Work for Dot<'_> {
@@ -58,9 +58,12 @@ impl Dot<'_> {
             for (step, row) in rows.chunks_exact(n_queries).enumerate() {
                 let codes = words.codes(step);
                 for (Row(sums), Row(query)) in sums.iter_mut().zip(row) {
+                    // By value: the compiler need not fear that storing a sum changes the query.
+                    let (query, mut sum) = (*query, *sums);
                     for lane in 0..LANES {
-                        sums[lane] = fused::<FMA>(query[lane], codes[lane], sums[lane]);
+                        sum[lane] = fused::<FMA>(query[lane], codes[lane], sum[lane]);
                     }
+                    *sums = sum;
                 }
             }
         }
@@ -68,14 +71,14 @@ impl Dot<'_> {
 }
 
 /// Arguments of [`Codec::axpy`](crate::Codec::axpy).
-pub(super) struct Axpy<'a> {
-    pub(super) layout: &'a Layout,
-    pub(super) order: &'a Rows,
+pub(crate) struct Axpy<'a> {
+    pub(crate) layout: &'a Layout,
+    pub(crate) order: &'a Rows,
     /// `[queries, tokens]`.
-    pub(super) weights: &'a [f32],
+    pub(crate) weights: &'a [f32],
     /// `[tokens, n_bytes]`.
-    pub(super) packed: &'a [u8],
-    pub(super) sums: &'a mut Accumulators,
+    pub(crate) packed: &'a [u8],
+    pub(crate) sums: &'a mut Accumulators,
 }
 
 impl Work for Axpy<'_> {

@@ -89,7 +89,7 @@ macro_rules! products {
                 ahead = behind;
                 for at in 0..TILE / SPAN {
                     let mut words = [reader.words(tile[at * SPAN], block); SPAN];
-                    for t in 1..SPAN {
+                    for t in 0..SPAN {
                         words[t] = reader.words(tile[at * SPAN + t], block);
                     }
                     let mut rows = rows;
@@ -164,7 +164,7 @@ macro_rules! products {
             rows: &mut [Row],
         ) {
             let mut words = [reader.words(tile[0], block); TILE];
-            for t in 1..TILE {
+            for t in 0..TILE {
                 words[t] = reader.words(tile[t], block);
             }
             let mut rows = rows;
