@@ -355,3 +355,29 @@ fn a_terminal_gets_a_bar() {
     assert!(run.stdout.contains("tokens/s, ") && run.stdout.contains(" left"), "{run:?}");
     assert!(run.stdout.contains("next: wush solve stats.safetensors"), "{run:?}");
 }
+
+/// The announced memory bounds what was used, and not by much: a plan that is always right because it is huge helps nobody.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_memory_plan_is_an_upper_bound() {
+    /// What the constants of the plan, measured on other machines, may be off.
+    const SLACK: f64 = 1.25;
+    let scratch = Scratch::new();
+    let mut command = long("convert", "bundle");
+    command.extend(["--threads", "2", "--format", "json"].map(str::to_owned));
+    let mut child = wush(&scratch).start(&command);
+    let status = format!("/proc/{}/status", child.id());
+    let mut peak = 0.0;
+    while child.try_wait().expect("asked").is_none() {
+        let text = fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<f64>().ok());
+        peak = kibibytes.map_or(peak, |n| f64::max(peak, n * 1024.0));
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    let run = Outcome::of(child.wait_with_output().expect("waited for"));
+    let memory = &run.json()["memory"];
+    let planned = ["anonymous", "mapped"].map(|key| memory[key].as_f64().expect("a number")).iter().sum::<f64>();
+    assert!(peak > 0.0 && peak <= planned * SLACK, "{peak:e} used, {planned:e} planned");
+    assert!(planned <= peak * SLACK * SLACK, "{peak:e} used, {planned:e} planned");
+}

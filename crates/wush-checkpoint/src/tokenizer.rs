@@ -17,7 +17,7 @@ use wush_format::FormatError;
 use crate::{Checkpoint, CheckpointError, Result};
 
 /// The fast tokenizer's file.
-const TOKENIZER_FILE: &str = "tokenizer.json";
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Files of slow tokenizers, for the message when only these are there.
 const SLOW_FILES: &[&str] =
     &["tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"];

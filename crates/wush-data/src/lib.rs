@@ -89,7 +89,7 @@ fn load_ids(path: &Path, compression: Compression, options: &PackOptions, monito
     monitor.begin(STAGE, "tokens", n_tokens);
     monitor.advance(n_tokens);
     monitor.end();
-    Ok(Packed::new(sequences, name))
+    Ok(Packed { sequences, source: name, n_text_bytes: 0 })
 }
 
 fn load_text(files: Files, tokenizer: &TextTokenizer, options: &PackOptions, monitor: &dyn Monitor) -> Result<Packed> {
@@ -110,9 +110,10 @@ fn load_text(files: Files, tokenizer: &TextTokenizer, options: &PackOptions, mon
     if options.eos.is_none() && packer.n_documents() > 1 {
         monitor.note("the model names no end-of-text id: documents are joined without one");
     }
+    let n_text_bytes = packer.n_text_bytes;
     let sequences = packer.finish(&files.name)?;
     pack::check_ids(&sequences, options.vocab_size, &files.name)?;
-    Ok(Packed::new(sequences, files.name))
+    Ok(Packed { sequences, source: files.name, n_text_bytes })
 }
 
 fn read_file(
@@ -129,6 +130,7 @@ fn read_file(
         if texts.is_empty() {
             return Ok(());
         }
+        packer.n_text_bytes = packer.n_text_bytes.max(texts.iter().map(String::len).sum());
         let n_before = packer.n_packed();
         for (ids, is_new) in tokenizer.encode_batch(&texts)?.iter().zip(is_new) {
             packer.push(ids, is_new);

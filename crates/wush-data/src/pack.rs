@@ -45,12 +45,8 @@ pub struct Packed {
     /// Where they came from, for people: a file's or folder's name without the directories above it, or
     /// `hf:org/name@commit[:glob]`.
     pub source: String,
-}
-
-impl Packed {
-    pub(crate) fn new(sequences: Vec<Vec<u32>>, source: String) -> Self {
-        Self { sequences, source }
-    }
+    /// Most text that was tokenized at once, bytes: what reading it took of memory. 0 for token-id lists.
+    pub n_text_bytes: usize,
 }
 
 /// Cuts a stream of documents into sequences.
@@ -61,13 +57,23 @@ pub(crate) struct Packer<'a> {
     current: Vec<u32>,
     n_documents: usize,
     n_tokens: usize,
+    /// [`Packed::n_text_bytes`] so far.
+    pub(crate) n_text_bytes: usize,
 }
 
 impl<'a> Packer<'a> {
     /// `options` have passed [`PackOptions::check`].
     pub(crate) fn new(options: &'a PackOptions) -> Self {
         let wanted = options.sequences.unwrap_or(DEFAULT_SEQUENCES);
-        Self { options, wanted, sequences: Vec::new(), current: Vec::new(), n_documents: 0, n_tokens: 0 }
+        Self {
+            options,
+            wanted,
+            sequences: Vec::new(),
+            current: Vec::new(),
+            n_documents: 0,
+            n_tokens: 0,
+            n_text_bytes: 0,
+        }
     }
 
     /// Takes in a document, or the continuation of the last one when not `is_new`. What is beyond the last sequence

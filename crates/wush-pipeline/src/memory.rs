@@ -1,10 +1,12 @@
 //! How much memory a run will need, estimated before it starts, so that hours are not spent to find out.
 //!
 //! Mapped pages are the checkpoints' own bytes, which the system may drop and read again; anonymous memory must be there.
-//! Stages follow each other, so the anonymous figure is that of the largest one, not their sum.
+//! Stages follow each other, so the anonymous figure is that of the largest one and not their sum, and what the allocator keeps of
+//! the stages before it.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use wush_checkpoint::tokenizer::TOKENIZER_FILE;
 use wush_fold::FoldDtype;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
@@ -25,6 +27,17 @@ const TRANSFORMS_PER_HEAD: u64 = 2;
 const STATISTICS_COPIES: u64 = 2;
 /// Blocks of logits at once: the source's, and the bundle's while it is put together from its parts.
 const LOGIT_BLOCKS: u64 = 3;
+/// The program before it does anything, and its share for each thread: stacks, the allocator's own pages, packed operands of a
+/// product. Measured on one and two threads.
+const PROGRAM_BYTES: u64 = 24 << 20;
+/// See [`PROGRAM_BYTES`].
+const THREAD_BYTES: u64 = 14 << 20;
+/// Bytes of memory while a tokenizer is read, for one of its file. Measured: 9.5 to 10.4, on files of 3.5 to 33 MB.
+const BYTES_PER_TOKENIZER_BYTE: u64 = 10;
+/// Bytes of memory while text is tokenized, for one of text: offsets, words and ids. Measured: about 75.
+const BYTES_PER_TEXT_BYTE: u64 = 80;
+/// The part of the text's memory, one in so many, that small pieces in use keep from being given back.
+const TEXT_KEPT: u64 = 8;
 /// Rows of the output head that a thread widens at once.
 const HEAD_ROWS_PER_THREAD: usize = 2048;
 
@@ -36,6 +49,10 @@ pub struct MemoryPlan {
     pub weights_map: u64,
     /// The bundle's shards, mapped beside them by the equivalence check.
     pub bundle_map: u64,
+    /// The program and its threads.
+    pub program: u64,
+    /// The tokenizer and the text that it is given at once; 0 without text.
+    pub text: u64,
     /// The largest layer, widened for the device.
     pub layer: u64,
     /// Activations of the sequences that run together.
@@ -46,16 +63,19 @@ pub struct MemoryPlan {
     pub logits: u64,
     /// Sum of the maps: clean pages, which the system may drop.
     pub mapped: u64,
-    /// Everything else, in the stage that needs most.
+    /// Everything else, in the stage that needs most, with what is kept of earlier ones: an upper bound, seen to be up to a
+    /// quarter too high.
     pub anonymous: u64,
 }
 
-/// Longest sequences that the forward passes of a run see; 0 where a stage does not run.
+/// What a run reads; 0 where a stage does not run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Lengths {
-    /// Of calibration, tokens.
+    /// Text that is tokenized at once, bytes.
+    pub(crate) text: usize,
+    /// Longest sequence of calibration, tokens.
     pub(crate) calibrate: usize,
-    /// Of the equivalence check, tokens.
+    /// Longest sequence of the equivalence check, tokens.
     pub(crate) verify: usize,
 }
 
@@ -82,16 +102,32 @@ impl MemoryPlan {
             sum(&[statistics, transforms]),
             sum(&[verify.layer, verify.activations, logits, transforms, sidecar]),
         ];
+        let program = PROGRAM_BYTES + THREAD_BYTES * rayon::current_num_threads() as u64;
+        let text = text(model, lengths.text);
+        // What a calibration's threads free they keep for their next calls.
+        let largest = stages.into_iter().max().unwrap_or(0);
+        let computing = sum(&[largest, calibrate.activations, text / TEXT_KEPT]);
         Self {
             weights_map,
             bundle_map,
+            program,
+            text,
             layer: calibrate.layer.max(verify.layer),
             activations: calibrate.activations.max(verify.activations),
             statistics,
             logits,
             mapped: weights_map.saturating_add(bundle_map),
-            anonymous: stages.into_iter().max().unwrap_or(0),
+            anonymous: program.saturating_add(computing.max(text)),
         }
+    }
+}
+
+/// The tokenizer and `n_bytes` of text; nothing without text.
+fn text(model: &Model, n_bytes: usize) -> u64 {
+    let tokenizer = || model.checkpoint.dir().join(TOKENIZER_FILE).metadata().map_or(0, |metadata| metadata.len());
+    match n_bytes as u64 {
+        0 => 0,
+        n => n.saturating_mul(BYTES_PER_TEXT_BYTE).saturating_add(tokenizer().saturating_mul(BYTES_PER_TOKENIZER_BYTE)),
     }
 }
 

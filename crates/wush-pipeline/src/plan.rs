@@ -6,6 +6,7 @@ mod calibration;
 mod verification;
 
 pub use wush_data::DEFAULT_SEQUENCES;
+use wush_data::Packed;
 use wush_fold::FoldDtype;
 use wush_format::manifest::Solve;
 use wush_format::monitor::Monitor;
@@ -129,7 +130,7 @@ impl CalibratePlan {
             }
             packed.sequences = packed.sequences[range].to_vec();
         }
-        let lengths = Lengths { calibrate: longest(&packed.sequences), verify: 0 };
+        let lengths = Lengths { text: packed.n_text_bytes, calibrate: longest(&packed.sequences), verify: 0 };
         let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
         let calibration = CalibrationPlan::new(&model, packed)?;
         let text = too_little_text(calibration.info.positions, model.head_dim());
@@ -177,14 +178,15 @@ impl FoldPlan {
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
-        let sequences = match &request.calibration {
+        let packed = match &request.calibration {
             Some(text) if request.verify.sequences > 0 => {
-                load_sequences(&model, text, Some(request.verify.sequences), env)?.sequences
+                Some(load_sequences(&model, text, Some(request.verify.sequences), env)?)
             }
-            _ => Vec::new(),
+            _ => None,
         };
-        let verify = VerifyPlan::new(&model, &sequences, request.verify, request.dtype)?;
-        let lengths = Lengths { calibrate: 0, verify: verified(&verify) };
+        let (sequences, text) = sequences_of(packed.as_ref());
+        let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
+        let lengths = Lengths { text, calibrate: 0, verify: verified(&verify) };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         Ok(Self { model, dtype: request.dtype, verify, out, memory })
     }
@@ -219,11 +221,11 @@ impl ConvertPlan {
             Some(0) => None,
             _ => Some(load_sequences(&model, &request.calibration, at_most, env)?),
         };
-        let sequences = packed.as_ref().map_or(&[][..], |packed| &packed.sequences);
+        let (sequences, text) = sequences_of(packed.as_ref());
         let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrate = if solve.kind.needs_statistics { longest(sequences) } else { 0 };
-        let lengths = Lengths { calibrate, verify: verified(&verify) };
+        let lengths = Lengths { text, calibrate, verify: verified(&verify) };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         let calibration = match packed {
             Some(packed) if solve.kind.needs_statistics => Some(CalibrationPlan::new(&model, packed)?),
@@ -258,6 +260,11 @@ fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
         return Err(PipelineError::UnfinishedWork { path: path.to_owned() });
     }
     Ok(())
+}
+
+/// The sequences, if any were read, and how much text they came from at once.
+fn sequences_of(packed: Option<&Packed>) -> (&[Vec<u32>], usize) {
+    packed.map_or((&[], 0), |packed| (&packed.sequences, packed.n_text_bytes))
 }
 
 /// Longest sequence of the equivalence check.

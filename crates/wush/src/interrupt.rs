@@ -1,6 +1,7 @@
 //! Ctrl-C, SIGTERM and SIGHUP: the first asks the work to stop at the next safe point, the second ends the process at
 //! once. Either way no half-written output stays under its final name. Also SIGXFSZ, which must not end the process at all.
 
+use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Exit code after a stop that was asked for: 128 + SIGINT, as shells report it.
@@ -23,9 +24,11 @@ pub fn install() -> anyhow::Result<()> {
         if REQUESTED.swap(true, Ordering::Relaxed) {
             std::process::exit(i32::from(EXIT_INTERRUPTED));
         }
+        let mut stderr = std::io::stderr();
+        // Below the progress bar, which ends without a line's end.
+        let start = if stderr.is_terminal() { "\n" } else { "" };
         // A closed stderr must not turn a clean stop into a panic.
-        use std::io::Write;
-        let _ = writeln!(std::io::stderr(), "stopping at the next safe point (Ctrl-C again: at once)");
+        let _ = writeln!(stderr, "{start}stopping at the next safe point (Ctrl-C again: at once)");
     })?)
 }
 

@@ -157,7 +157,7 @@ fn bar(stage: &str, unit: &'static str, total: u64) -> ProgressBar {
         let _ = out.write_str(&counts(done, total, unit, rate(done, state.elapsed())));
     };
     let bar = ProgressBar::new(total).with_prefix(stage.to_owned());
-    if let Ok(style) = ProgressStyle::with_template("{prefix:<12} {bar:30} {counts}") {
+    if let Ok(style) = ProgressStyle::with_template("{prefix:<12} {wide_bar} {counts}") {
         bar.set_style(style.with_key("counts", told).progress_chars("=> "));
     }
     bar.enable_steady_tick(Duration::from_millis(250));

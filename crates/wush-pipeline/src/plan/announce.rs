@@ -29,11 +29,11 @@ pub(super) fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) 
 }
 
 pub(super) fn describe_memory(memory: &MemoryPlan) -> String {
-    let MemoryPlan { layer, activations, statistics, logits, mapped, anonymous, .. } = *memory;
-    let [layer, activations, statistics, logits, mapped, anonymous] =
-        [layer, activations, statistics, logits, mapped, anonymous].map(human_bytes);
+    let MemoryPlan { program, text, layer, activations, statistics, logits, mapped, anonymous, .. } = *memory;
+    let [program, text, layer, activations, statistics, logits, mapped, anonymous] =
+        [program, text, layer, activations, statistics, logits, mapped, anonymous].map(human_bytes);
     format!(
-        "memory     about {anonymous} at most (one layer {layer}, activations {activations}, statistics {statistics}, logits \
-         {logits}; not all at once), and {mapped} of mapped files"
+        "memory     about {anonymous} at most (program {program}, reading text {text}, one layer {layer}, activations \
+         {activations}, statistics {statistics}, logits {logits}; not all at once), and {mapped} of mapped files"
     )
 }
