@@ -58,16 +58,26 @@ impl Queries {
 /// Tables of one word of codes at 2 bits, one for two of its 16 codes.
 pub(crate) const TABLES: usize = 8;
 
+/// By four bits, the code in the lower two and the one in the upper two.
+pub(crate) const TWO_CODES: [Row; 2] = [
+    Row([0., 1., 2., 3., 0., 1., 2., 3., 0., 1., 2., 3., 0., 1., 2., 3.]),
+    Row([0., 0., 0., 0., 1., 1., 1., 1., 2., 2., 2., 2., 3., 3., 3., 3.]),
+];
+
 /// Tables of `queries`, `[n, d]`, at 2 bits: `[words, 8, queries]`, the k-th of word w for positions 2k and 2k + 1.
 fn score_tables(layout: &Layout, queries: &[f32]) -> Vec<Row> {
     let (head_dim, n_words) = (layout.head_dim(), layout.n_words());
-    let mut tables = Vec::with_capacity(n_words * TABLES * queries.len() / head_dim);
+    let mut tables = Vec::with_capacity(n_words * TABLES * (queries.len() / head_dim));
     for word in 0..n_words {
         for k in 0..TABLES {
             for query in queries.chunks_exact(head_dim) {
-                let at = |position: usize| query.get(position * n_words + word).copied().unwrap_or(0.0);
-                let (even, odd) = (at(2 * k), at(2 * k + 1));
-                tables.push(Row(std::array::from_fn(|i| (i % 4) as f32 * even + (i / 4) as f32 * odd)));
+                let value = |position: usize| query.get(position * n_words + word).copied().unwrap_or(0.0);
+                let (lower, upper) = (value(2 * k), value(2 * k + 1));
+                let mut table = Row::default();
+                for ((sum, a), b) in table.0.iter_mut().zip(&TWO_CODES[0].0).zip(&TWO_CODES[1].0) {
+                    *sum = a * lower + b * upper;
+                }
+                tables.push(table);
             }
         }
     }

@@ -173,14 +173,16 @@ impl Rows {
 
     /// Visits (row, lane, coordinate) of every coordinate.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(usize, usize, usize)) {
-        for row in 0..self.n_rows() {
-            let (block, step) = (row / self.per_block, row % self.per_block);
-            for lane in 0..LANES {
-                let word = block * LANES + lane % self.width;
-                let position = lane / self.width * self.per_block + step;
-                let coordinate = position * self.n_words + word;
-                if word < self.n_words && coordinate < self.head_dim {
-                    visit(row, lane, coordinate);
+        for block in 0..self.n_blocks {
+            for step in 0..self.per_block {
+                for repetition in 0..LANES / self.width {
+                    let first = (repetition * self.per_block + step) * self.n_words;
+                    for word in 0..self.width.min(self.n_words - block * LANES) {
+                        let coordinate = first + block * LANES + word;
+                        if coordinate < self.head_dim {
+                            visit(block * self.per_block + step, repetition * self.width + word, coordinate);
+                        }
+                    }
                 }
             }
         }

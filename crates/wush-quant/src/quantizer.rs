@@ -37,7 +37,7 @@ impl Bits {
         u8::MAX >> (8 - self.get())
     }
 
-    /// α_b of Eq. 5, see [`alpha`](crate::alpha).
+    /// α_b of Eq. 5, see [`alpha`](crate::alpha()).
     pub const fn alpha(self) -> f64 {
         ALPHA[self.get() as usize - 1]
     }

@@ -2,7 +2,7 @@
 //! token-heads, and queries or weights. Leaves: scores, sums, equal to `plain`'s within the rounding of another order of
 //! summation.
 //!
-//! For scores a table holds `cₐ qₐ + c_b q_b` of two coordinates of a query ([`score_tables`](crate::attention::score_tables), made once a query), and the lanes are
+//! For scores a table holds `cₐ qₐ + c_b q_b` of two coordinates of a query (made once a query, with `Queries`), and the lanes are
 //! 16 tokens, so that no sum over lanes is left. For sums a table holds `c_s w_s + c_t w_t` of two tokens' weights, and the
 //! lanes are coordinates. Either way a look-up and an addition do the work of two look-ups and two multiplications.
 
@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 use super::avx512::{Reader, load, store};
 use super::plain::{Axpy, Dot};
 use super::tokens::Tokens;
-use crate::attention::{Row, TABLES};
+use crate::attention::{Row, TABLES, TWO_CODES};
 use crate::layout::LANES;
 use crate::{Layout, ScaleDtype};
 
@@ -196,17 +196,12 @@ fn up_to_sixteen(x: &[f32]) -> Row {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
 #[inline]
 fn sum_tables(weights: __m512) -> [Row; PAIRS] {
-    /// The lower code of each four bits, and the upper one.
-    const CODES: [Row; 2] = [
-        Row([0., 1., 2., 3., 0., 1., 2., 3., 0., 1., 2., 3., 0., 1., 2., 3.]),
-        Row([0., 0., 0., 0., 1., 1., 1., 1., 2., 2., 2., 2., 3., 3., 3., 3.]),
-    ];
     let mut weight = Row::default();
     store(weights, &mut weight);
     let mut tables = [Row::default(); PAIRS];
     for pair in 0..PAIRS {
-        let lower = _mm512_mul_ps(load(&CODES[0]), _mm512_set1_ps(weight.0[2 * pair]));
-        let both = _mm512_fmadd_ps(load(&CODES[1]), _mm512_set1_ps(weight.0[2 * pair + 1]), lower);
+        let lower = _mm512_mul_ps(load(&TWO_CODES[0]), _mm512_set1_ps(weight.0[2 * pair]));
+        let both = _mm512_fmadd_ps(load(&TWO_CODES[1]), _mm512_set1_ps(weight.0[2 * pair + 1]), lower);
         store(both, &mut tables[pair]);
     }
     tables
