@@ -116,7 +116,7 @@ impl Codec {
     /// Adds every packed value to every accumulator, weighted: `sum[query] += Σ_t weights[query][t] v̂_t`.
     ///
     /// `packed`: `[tokens, n_bytes]`; `weights`: `[queries, tokens]`. Accumulates in f32, `Σ_t (w_t scale_t) code_t` apart
-    /// from `Σ_t w_t scale_t zero_t`.
+    /// from `Σ_t w_t scale_t zero_t`. A call has a fixed cost: pass 64 tokens or more where there are so many.
     ///
     /// # Errors
     /// `Length`, `OtherLayout`.
