@@ -76,7 +76,8 @@ impl Comparison {
     fn settings(&self, first: &StatsInfo, part: &StatsInfo) -> Result<()> {
         self.same("the hash of the model's weights", &first.model_hash, &part.model_hash)?;
         self.same("the model family", &first.family, &part.family)?;
-        self.same("the RoPE scaling", &first.rope_scaling, &part.rope_scaling)?;
+        let scaling = |info: &StatsInfo| info.rope_scaling.clone().unwrap_or_else(|| "the model's own".into());
+        self.same("the RoPE scaling", &scaling(first), &scaling(part))?;
         self.same("the arithmetic of the forward pass", &first.compute, &part.compute)?;
         self.same("the number of query heads", &first.n_heads, &part.n_heads)
     }

@@ -14,9 +14,9 @@ use crate::backend::Mlp;
 use crate::spec::Activation;
 
 /// Rows that pass through together.
-const ROWS: usize = 256;
+const ROWS: usize = 512;
 /// Intermediate width that exists at once; a multiple of the products' vector width.
-const WIDTH: usize = 768;
+const WIDTH: usize = 192;
 
 /// `act(x Gᵀ + b_g) * (x Uᵀ + b_u)`, then `Dᵀ` and its bias: `[tokens, hidden]` from `[tokens, hidden]`.
 pub(super) fn gated(x: &Rows, mlp: &Mlp<'_, Cpu>, activation: Activation) -> Rows {
