@@ -27,9 +27,31 @@ pub trait Backend: Sync {
     /// `scale * table[ids]`; `table` is `[vocab, hidden]` as stored and is never widened whole.
     fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Self::Tensor;
     /// RMS norm of every row.
-    fn norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Self::Tensor;
-    /// `x Wᵀ + b`.
-    fn linear(&self, x: &Self::Tensor, weight: &Self::Matrix, bias: Option<&Self::Vector>) -> Self::Tensor;
+    fn norm(&self, x: &Self::Tensor, norm: RmsNorm<'_, Self>) -> Self::Tensor
+    where
+        Self: Sized;
+    /// `norm(x) Wᵀ + b` for each projection.
+    fn project<const N: usize>(
+        &self,
+        x: &Self::Tensor,
+        norm: Option<RmsNorm<'_, Self>>,
+        projections: [Affine<'_, Self>; N],
+    ) -> [Self::Tensor; N]
+    where
+        Self: Sized;
+    /// `x += norm(y Wᵀ + b)`.
+    fn add_projected(
+        &self,
+        x: &mut Self::Tensor,
+        y: &Self::Tensor,
+        projection: Affine<'_, Self>,
+        norm: Option<RmsNorm<'_, Self>>,
+    ) where
+        Self: Sized;
+    /// `x += after(down(act(gate(z)) * up(z)))` with `z = before(x)`.
+    fn add_mlp(&self, x: &mut Self::Tensor, mlp: &Mlp<'_, Self>)
+    where
+        Self: Sized;
     /// In place: RMS norm of each head's d coordinates (if any), then RoPE (if any).
     fn head_norm_rope(
         &self,
@@ -40,12 +62,6 @@ pub trait Backend: Sync {
     );
     /// Causal attention over one whole sequence: `[tokens, n_heads * d]`.
     fn attention(&self, q: &Self::Tensor, k: &Self::Tensor, v: &Self::Tensor, shape: &AttentionShape) -> Self::Tensor;
-    /// `act(x Gᵀ + b_g) * (x Uᵀ + b_u)`, then `Dᵀ` and its bias.
-    fn gated_mlp(&self, x: &Self::Tensor, mlp: &Mlp<'_, Self>, activation: Activation) -> Self::Tensor
-    where
-        Self: Sized;
-    /// `x += y`.
-    fn add(&self, x: &mut Self::Tensor, y: &Self::Tensor);
     /// Head n's coordinates become `matrices[n / group] · x` (group = heads of x over matrices).
     fn transform_heads(&self, x: &Self::Tensor, matrices: &Self::Matrix, head_dim: usize) -> Self::Tensor;
 
@@ -60,16 +76,36 @@ pub trait Backend: Sync {
     fn to_host(&self, x: &Self::Tensor) -> Vec<f32>;
 }
 
-/// The gated MLP's weights.
+/// An RMS norm's multiplier `[width]` (1 already added where the family has 1 + w) and its epsilon.
+pub struct RmsNorm<'a, B: Backend> {
+    /// Multiplies the normed row.
+    pub weight: &'a B::Vector,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// A projection's weight and bias.
+pub struct Affine<'a, B: Backend> {
+    /// `[out, in]`.
+    pub weight: &'a B::Matrix,
+    /// `[out]`.
+    pub bias: Option<&'a B::Vector>,
+}
+
+/// The gated MLP with the norms around it.
 pub struct Mlp<'a, B: Backend> {
+    /// Before it.
+    pub before: Option<RmsNorm<'a, B>>,
     /// `[intermediate, hidden]`.
-    pub gate: &'a B::Matrix,
+    pub gate: Affine<'a, B>,
     /// `[intermediate, hidden]`.
-    pub up: &'a B::Matrix,
+    pub up: Affine<'a, B>,
     /// `[hidden, intermediate]`.
-    pub down: &'a B::Matrix,
-    /// Biases of the three.
-    pub biases: [Option<&'a B::Vector>; 3],
+    pub down: Affine<'a, B>,
+    /// Of the gate.
+    pub activation: Activation,
+    /// Between it and the residual.
+    pub after: Option<RmsNorm<'a, B>>,
 }
 
 /// Shape and constants of one attention call.

@@ -14,7 +14,7 @@ use wush_format::monitor::Monitor;
 
 use crate::backend::{AttentionShape, Backend, Mlp};
 use crate::error::{ModelError, Result};
-use crate::layer::{Layer, Norm};
+use crate::layer::{Layer, Linear, Norm};
 use crate::observer::Observer;
 use crate::rope::{RopeTable, RopeTables};
 use crate::spec::{AttentionSpec, LayerSpec, MlpSpec, ModelSpec, QkNorm};
@@ -158,7 +158,8 @@ impl<'a, B: Backend> Decoder<'a, B> {
             self.finish_layer(id, &layer, &mut x, qkv);
             self.check_finite(&x, "hidden states", id)?;
         }
-        let hidden = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?.apply(self.backend, &x);
+        let norm = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?;
+        let hidden = self.backend.norm(&x, norm.as_ref());
         self.check_finite(&hidden, "states after the final norm", self.spec.layers.len() - 1)?;
         Ok(hidden)
     }
@@ -239,11 +240,8 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// Queries, keys and values as the attention product gets them.
     fn qkv(&self, id: usize, layer: &Layer<B>, x: &B::Tensor, table: Option<&RopeTable>) -> Qkv<B::Tensor> {
         let spec = &self.spec.layers[id].attn;
-        let normed = layer.attn_pre_norm.as_ref().map(|norm| norm.apply(self.backend, x));
-        let input = normed.as_ref().unwrap_or(x);
-        let mut q = layer.q.apply(self.backend, input);
-        let mut k = layer.k.apply(self.backend, input);
-        let v = layer.v.apply(self.backend, input);
+        let projections = [&layer.q, &layer.k, &layer.v].map(Linear::as_ref);
+        let [mut q, mut k, v] = self.backend.project(x, layer.attn_pre_norm.as_ref().map(Norm::as_ref), projections);
         self.norm_and_rotate(&mut q, spec, &spec.q_norm, layer.q_norm.as_ref(), table);
         self.norm_and_rotate(&mut k, spec, &spec.k_norm, layer.k_norm.as_ref(), table);
         Qkv { q, k, v }
@@ -261,7 +259,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
             QkNorm::PerHead(_) => norm.map(|norm| (&norm.weight, norm.eps)),
             QkNorm::FullWidth(_) => {
                 if let Some(norm) = norm {
-                    *x = norm.apply(self.backend, x);
+                    *x = self.backend.norm(x, norm.as_ref());
                 }
                 None
             }
@@ -273,24 +271,17 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// The rest of the layer after q, k and v: attention, output projection, MLP, residuals.
     fn finish_layer(&self, id: usize, layer: &Layer<B>, x: &mut B::Tensor, qkv: Qkv<B::Tensor>) {
         let spec = &self.spec.layers[id];
-        let backend = self.backend;
-        let mut update = layer.o.apply(backend, &self.attend(id, &spec.attn, qkv));
-        if let Some(norm) = &layer.attn_post_norm {
-            update = norm.apply(backend, &update);
-        }
-        backend.add(x, &update);
-        let normed = layer.mlp_pre_norm.as_ref().map(|norm| norm.apply(backend, x));
+        let attended = self.attend(id, &spec.attn, qkv);
+        self.backend.add_projected(x, &attended, layer.o.as_ref(), layer.attn_post_norm.as_ref().map(Norm::as_ref));
         let mlp = Mlp {
-            gate: &layer.gate.weight,
-            up: &layer.up.weight,
-            down: &layer.down.weight,
-            biases: [&layer.gate, &layer.up, &layer.down].map(|p| p.bias.as_ref()),
+            before: layer.mlp_pre_norm.as_ref().map(Norm::as_ref),
+            gate: layer.gate.as_ref(),
+            up: layer.up.as_ref(),
+            down: layer.down.as_ref(),
+            activation: spec.mlp.activation,
+            after: layer.mlp_post_norm.as_ref().map(Norm::as_ref),
         };
-        let mut update = backend.gated_mlp(normed.as_ref().unwrap_or(x), &mlp, spec.mlp.activation);
-        if let Some(norm) = &layer.mlp_post_norm {
-            update = norm.apply(backend, &update);
-        }
-        backend.add(x, &update);
+        self.backend.add_mlp(x, &mlp);
     }
 
     fn attend(&self, id: usize, spec: &AttentionSpec, mut qkv: Qkv<B::Tensor>) -> B::Tensor {

@@ -2,7 +2,7 @@
 
 use wush_checkpoint::Checkpoint;
 
-use crate::backend::Backend;
+use crate::backend::{Affine, Backend, RmsNorm};
 use crate::error::Result;
 use crate::spec::{LayerSpec, NormSpec, Projection, QkNorm};
 use crate::weights;
@@ -79,8 +79,9 @@ impl<B: Backend> Norm<B> {
         Ok(Self { weight: backend.vector(view, spec.weight.rows.clone(), add), eps: spec.eps })
     }
 
-    pub fn apply(&self, backend: &B, x: &B::Tensor) -> B::Tensor {
-        backend.norm(x, &self.weight, self.eps)
+    /// As the device's operations take it.
+    pub fn as_ref(&self) -> RmsNorm<'_, B> {
+        RmsNorm { weight: &self.weight, eps: self.eps }
     }
 }
 
@@ -93,7 +94,8 @@ impl<B: Backend> Linear<B> {
         Ok(Self { weight, bias: bias.transpose()? })
     }
 
-    pub fn apply(&self, backend: &B, x: &B::Tensor) -> B::Tensor {
-        backend.linear(x, &self.weight, self.bias.as_ref())
+    /// As the device's operations take it.
+    pub fn as_ref(&self) -> Affine<'_, B> {
+        Affine { weight: &self.weight, bias: self.bias.as_ref() }
     }
 }

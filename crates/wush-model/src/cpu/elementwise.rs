@@ -138,8 +138,9 @@ fn max(x: &[f32]) -> f32 {
     rest.iter().chain(&lanes).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
 }
 
-/// e^x: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, the exponent put in by its bits. Relative error below
-/// 3e-7 on [-87, 88]; smaller x give 0, larger the value at 88.
+/// e^x: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, the exponent put in by its bits. The polynomial is
+/// 1 + r + r² q(r) with q of degree 3 fitted for the least largest relative error (1.1e-7). Relative error below 3e-7 on
+/// [-87, 88]; smaller x give 0, larger the value at 88.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
@@ -153,11 +154,9 @@ fn exp(x: f32) -> f32 {
     let rounded = x * std::f32::consts::LOG2_E + ROUNDER;
     let n = rounded - ROUNDER;
     let r = x - n * LN2_HIGH - n * LN2_LOW;
-    let p = 1.0 / 720.0 + r * (1.0 / 5040.0);
-    let p = 1.0 / 120.0 + r * p;
-    let p = 1.0 / 24.0 + r * p;
-    let p = 1.0 / 6.0 + r * p;
-    let p = 0.5 + r * p;
+    let p = 0.041_890_33 + r * 0.008_312_501;
+    let p = 0.166_671_16 + r * p;
+    let p = 0.499_992_3 + r * p;
     let p = 1.0 + r * (1.0 + r * p);
     // The low bits of `rounded` are n, and shifting drops the others: this is 2^n. For NaN, p is NaN whatever this is.
     let power = f32::from_bits(rounded.to_bits().wrapping_add(127) << 23);

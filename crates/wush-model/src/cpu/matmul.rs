@@ -13,7 +13,7 @@ const COL_BLOCK: usize = 192;
 
 /// `out = x Wᵀ`: `x` is `[rows, depth]`, `out` `[rows, cols]`, and `weight` holds Wᵀ, `[depth, cols]`: so laid out faer
 /// multiplies without rearranging it first.
-pub(super) fn matmul(out: &mut [f32], x: &[f32], weight: &Rows) {
+pub(super) fn product(out: &mut [f32], x: &[f32], weight: &Rows) {
     let (depth, n_cols) = (weight.n_rows, weight.width);
     let n_rows = x.len() / depth;
     let out = MatMut::from_row_major_slice_mut(out, n_rows, n_cols);
@@ -78,7 +78,7 @@ mod tests {
             let (x, w) = (values(n_rows * depth, 1), values(n_cols * depth, 2));
             let mut out = vec![f32::NAN; n_rows * n_cols];
             let weight = Rows { n_rows: depth, width: n_cols, data: w };
-            matmul(&mut out, &x, &weight);
+            product(&mut out, &x, &weight);
             let w = weight.data;
             for i in 0..n_rows {
                 for j in 0..n_cols {

@@ -5,9 +5,9 @@
 
 mod attention;
 mod elementwise;
+mod fused;
 mod gram;
 mod matmul;
-mod mlp;
 mod product;
 mod widen;
 
@@ -16,10 +16,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 use wush_format::tensor_file::TensorView;
 
-use crate::backend::{AttentionShape, Backend, Mlp};
+use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
 use crate::rope::RopeTable;
-use crate::spec::Activation;
-use matmul::matmul;
 
 /// The CPU, through rayon's current thread pool.
 #[derive(Debug, Default, Clone, Copy)]
@@ -86,16 +84,28 @@ impl Backend for Cpu {
         out
     }
 
-    fn norm(&self, x: &Rows, weight: &Vec<f32>, eps: f32) -> Rows {
+    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Rows {
         let mut out = x.clone();
-        out.data.par_chunks_mut(ROWS_PER_TASK * x.width).for_each(|rows| elementwise::rms_norm(rows, weight, eps));
+        let tasks = out.data.par_chunks_mut(ROWS_PER_TASK * x.width);
+        tasks.for_each(|rows| elementwise::rms_norm(rows, norm.weight, norm.eps));
         out
     }
 
-    fn linear(&self, x: &Rows, weight: &Rows, bias: Option<&Vec<f32>>) -> Rows {
-        let mut out = Rows { n_rows: x.n_rows, width: weight.width, data: Vec::new() };
-        linear_into(&mut out.data, &x.data, weight, bias);
-        out
+    fn project<const N: usize>(
+        &self,
+        x: &Rows,
+        norm: Option<RmsNorm<'_, Self>>,
+        projections: [Affine<'_, Self>; N],
+    ) -> [Rows; N] {
+        fused::project(x, norm, projections)
+    }
+
+    fn add_projected(&self, x: &mut Rows, y: &Rows, projection: Affine<'_, Self>, norm: Option<RmsNorm<'_, Self>>) {
+        fused::add_projected(x, y, projection, norm);
+    }
+
+    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) {
+        fused::add_mlp(x, mlp);
     }
 
     fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
@@ -114,15 +124,6 @@ impl Backend for Cpu {
 
     fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
         attention::causal(q, k, v, shape)
-    }
-
-    fn gated_mlp(&self, x: &Rows, mlp: &Mlp<'_, Self>, activation: Activation) -> Rows {
-        mlp::gated(x, mlp, activation)
-    }
-
-    fn add(&self, x: &mut Rows, y: &Rows) {
-        let task = ROWS_PER_TASK * x.width;
-        x.data.par_chunks_mut(task).zip(y.data.par_chunks(task)).for_each(|(x, y)| elementwise::add(x, y));
     }
 
     fn transform_heads(&self, x: &Rows, matrices: &Rows, head_dim: usize) -> Rows {
@@ -153,7 +154,7 @@ impl Backend for Cpu {
                 let ids = first..(first + VOCAB_ROWS).min(vocab);
                 let mut block = vec![0.0; n_rows * ids.len()];
                 let data = widen::transposed(table, hidden, ids.clone());
-                matmul(&mut block, x, &Rows { n_rows: hidden, width: ids.len(), data });
+                matmul::product(&mut block, x, &Rows { n_rows: hidden, width: ids.len(), data });
                 (first, block)
             })
             .collect();
@@ -169,14 +170,5 @@ impl Backend for Cpu {
 
     fn to_host(&self, x: &Rows) -> Vec<f32> {
         x.data.clone()
-    }
-}
-
-/// `out = x Wᵀ + b` for rows as long as the weight's columns; `out` becomes as long as needed.
-fn linear_into(out: &mut Vec<f32>, x: &[f32], weight: &Rows, bias: Option<&Vec<f32>>) {
-    out.resize(x.len() / weight.n_rows * weight.width, 0.0);
-    matmul(out, x, weight);
-    if let Some(bias) = bias {
-        out.par_chunks_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
     }
 }
