@@ -5,11 +5,12 @@
 //! layout and the ratios to the copy, the fastest of several runs; `-- quick levels` also on narrower vectors. Without it
 //! criterion measures.
 
+use std::cmp::Ordering;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
-use wush_quant::{Accumulators, Bits, Codec, Level, Method, Queries, Role, ScaleDtype};
+use wush_quant::{Accumulators, Bits, Codec, Feedback, Level, Method, Queries, Role, ScaleDtype};
 
 const N_TOKENS: usize = 32_768 * 8;
 const DIMS: [usize; 2] = [64, 128];
@@ -35,6 +36,7 @@ struct Data {
     codec: Codec,
     /// The same with the OSCAR-style quantizer, which only packing knows.
     oscar: Codec,
+    feedback: Feedback,
     numbers: Vec<f32>,
     packed: Vec<u8>,
     copy: Vec<u8>,
@@ -56,7 +58,15 @@ impl Data {
         let mut packed = vec![0; N_TOKENS * codec.layout().n_bytes()];
         codec.pack(&numbers, &mut packed).expect("in range");
         let copy = packed.clone();
-        Self { codec, oscar, numbers, packed, copy }
+        let lower: Vec<f32> = (0..dim * dim)
+            .map(|at| match (at / dim).cmp(&(at % dim)) {
+                Ordering::Less => 0.0,
+                Ordering::Equal => 1.0,
+                Ordering::Greater => numbers[at] / 8.0,
+            })
+            .collect();
+        let feedback = Feedback::new(dim, &lower).expect("unit lower triangular");
+        Self { codec, oscar, feedback, numbers, packed, copy }
     }
 
     fn copy(&mut self) {
@@ -70,6 +80,15 @@ impl Data {
 
     fn pack_oscar(&mut self) {
         self.oscar.pack(black_box(&self.numbers), &mut self.packed).expect("in range");
+    }
+
+    fn pack_with_feedback(&mut self) {
+        // As a runtime flushes: 16 tokens of a head at a time.
+        let (layout, numbers) = (self.codec.layout(), black_box(&self.numbers));
+        let flushes = numbers.chunks_exact(16 * layout.head_dim());
+        for (x, packed) in flushes.zip(self.packed.chunks_exact_mut(16 * layout.n_bytes())) {
+            self.codec.pack_with_feedback(x, &self.feedback, packed).expect("in range");
+        }
     }
 
     fn unpack(&mut self) {
@@ -100,10 +119,11 @@ impl Data {
 type Action = fn(&mut Data);
 
 /// What is measured, by name.
-const ACTIONS: [(&str, Action); 8] = [
+const ACTIONS: [(&str, Action); 9] = [
     ("copy", Data::copy),
     ("pack, quest", Data::pack),
     ("pack, oscar", Data::pack_oscar),
+    ("pack, feedback", Data::pack_with_feedback),
     ("unpack", Data::unpack),
     ("dot, 1 query", |data| data.dot(1)),
     ("dot, 4 queries", |data| data.dot(4)),

@@ -44,7 +44,7 @@ impl Affine {
 /// An integer from 0 to 255, from f64: adding 2^52 leaves it in the low bits of the mantissa. Unlike `as`, this is one
 /// vector instruction everywhere.
 #[inline(always)]
-fn small_integer(x: f64) -> u8 {
+pub(crate) fn small_integer(x: f64) -> u8 {
     const TWO_52: f64 = 4_503_599_627_370_496.0;
     (x + TWO_52).to_bits() as u8
 }

@@ -65,9 +65,19 @@ impl Codec {
     /// `Length`; `OutOfRange` for a NaN, an infinity or a magnitude beyond [`MAX_MAGNITUDE`](crate::MAX_MAGNITUDE), which
     /// leaves the token-heads before it packed.
     pub fn pack(&self, x: &[f32], packed: &mut [u8]) -> Result<()> {
+        self.run_pack(x, packed, |codec, x, packed| Pack { codec, x, packed })
+    }
+
+    /// Runs a packing loop, which returns the first token-head that is out of range, on slices whose lengths fit.
+    pub(crate) fn run_pack<'a, W: Work<Output = Option<usize>>>(
+        &'a self,
+        x: &'a [f32],
+        packed: &'a mut [u8],
+        work: impl FnOnce(&'a Self, &'a [f32], &'a mut [u8]) -> W,
+    ) -> Result<()> {
         let n_tokens = self.n_tokens(x.len())?;
         check_length("packed bytes", n_tokens * self.layout.n_bytes(), packed.len())?;
-        match simd::run(self.level, Pack { codec: self, x, packed }) {
+        match simd::run(self.level, work(self, x, packed)) {
             None => Ok(()),
             Some(token) => Err(out_of_range(&x[token * self.layout.head_dim()..][..self.layout.head_dim()], token)),
         }
@@ -185,8 +195,9 @@ impl Work for Pack<'_> {
     }
 }
 
+/// The map of one token-head.
 #[inline(always)]
-fn affine_map(quantizer: &Quantizer, x: &[f32], extent: &Extent) -> Affine {
+pub(crate) fn affine_map(quantizer: &Quantizer, x: &[f32], extent: &Extent) -> Affine {
     match quantizer.kind() {
         Kind::Quest { alpha } => quest::affine(x, quantizer.bits(), alpha),
         Kind::Oscar { kappa, quantile } => oscar::affine(x, extent, quantizer.bits(), kappa, quantile),
@@ -198,7 +209,7 @@ const MAX_WORDS: usize = MAX_HEAD_DIM / codes_per_word(Bits::Eight);
 
 /// Writes codes `[d]` into the record's words (and half-words), see [`Layout`].
 #[inline(always)]
-fn pack_codes(layout: &Layout, codes: &[u8], record: &mut [u8]) {
+pub(crate) fn pack_codes(layout: &Layout, codes: &[u8], record: &mut [u8]) {
     let n_words = layout.n_words();
     let (low, high) = record[..layout.code_bytes()].split_at_mut(4 * n_words);
     let (low, _) = low.as_chunks_mut();

@@ -55,6 +55,16 @@ pub enum QuantError {
         /// The length found.
         found: usize,
     },
+    /// A feedback matrix that is not unit lower triangular, or not finite.
+    #[error("feedback: element [{row}, {col}] is {value}, expected a finite unit lower triangular matrix")]
+    NotUnitLower {
+        /// Row of the first such element.
+        row: usize,
+        /// Its column.
+        col: usize,
+        /// What stands there.
+        value: f32,
+    },
     /// Queries or accumulators were made for another layout.
     #[error("{what} were made for another layout of packed token-heads")]
     OtherLayout {
