@@ -11,6 +11,7 @@ use std::time::Instant;
 use wush_checkpoint::Checkpoint;
 use wush_format::monitor::Quiet;
 use wush_format::tensor_file::TensorFile;
+use wush_model::attention::Exact;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
@@ -54,7 +55,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let ids: Vec<u32> = i64s(&golden, "input_ids")?.into_iter().map(|id| id as u32).collect();
         let expected = golden.f32("nll", &[ids.len() - 1])?;
         let start = Instant::now();
-        let nll = decoder.nll(&ids)?;
+        let nll = decoder.nll(&ids, &Exact)?;
         let worst = nll.iter().zip(expected).map(|(a, b)| (a - f64::from(b)).abs()).fold(0.0, f64::max);
         let mut grams = Grams { spec: &spec, sums: BTreeMap::new() };
         decoder.observe(&[ids], &mut grams, &Quiet)?;

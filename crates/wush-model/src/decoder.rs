@@ -4,15 +4,14 @@
 //! them (after bias, norm and RoPE) to an [`Observer`], or final hidden states and logits. Weights are widened one layer
 //! at a time and dropped after it, so memory is the map, one layer, and the activations of a few sequences.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use rayon::prelude::*;
 use wush_checkpoint::Checkpoint;
-use wush_format::bundle::KeySidecar;
-use wush_format::monitor::Monitor;
+use wush_format::monitor::{Monitor, Quiet};
 
-use crate::backend::{AttentionShape, Backend, Mlp};
+use crate::attention::{AttentionProduct, Exact, Place};
+use crate::backend::{Backend, Mlp};
 use crate::error::{ModelError, Result};
 use crate::layer::{Layer, Linear, Norm};
 use crate::observer::Observer;
@@ -32,13 +31,6 @@ pub struct Decoder<'a, B: Backend> {
     checkpoint: &'a Checkpoint,
     spec: &'a ModelSpec,
     backend: &'a B,
-    key_transforms: BTreeMap<usize, KeyTransform<B>>,
-}
-
-/// T_K and T_K^{-T} of one layer, on the device.
-struct KeyTransform<B: Backend> {
-    key: B::Matrix,
-    query: B::Matrix,
 }
 
 /// Queries, keys and values of one sequence in one layer.
@@ -61,30 +53,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// Binds a checkpoint to a device. `spec` must come from [`crate::arch::resolve`] for this checkpoint: it has
     /// checked every shape.
     pub fn new(checkpoint: &'a Checkpoint, spec: &'a ModelSpec, backend: &'a B) -> Self {
-        Self { checkpoint, spec, backend, key_transforms: BTreeMap::new() }
-    }
-
-    /// Applies a key sidecar as a key-transforming server does: T_K to keys and T_K^{-T} to queries, after RoPE.
-    /// Observers still see the untransformed ones.
-    ///
-    /// # Errors
-    /// `Tensor` when the sidecar's heads are not the model's.
-    pub fn with_key_transforms(mut self, sidecar: &KeySidecar) -> Result<Self> {
-        for (&id, layer) in &sidecar.layers {
-            let found = (layer.n_kv_heads, layer.head_dim);
-            let expected = self.spec.layers.get(id).map(|l| (l.attn.n_kv_heads, l.attn.head_dim));
-            if expected != Some(found) {
-                return Err(ModelError::Tensor {
-                    name: format!("layers.{id}.key"),
-                    expected: format!("(KV heads, head dim) {expected:?}"),
-                    found: format!("{found:?}"),
-                });
-            }
-            let on_device = |data| self.backend.head_matrices(layer.n_kv_heads, layer.head_dim, data);
-            let transform = KeyTransform { key: on_device(&layer.key), query: on_device(&layer.query) };
-            self.key_transforms.insert(id, transform);
-        }
-        Ok(self)
+        Self { checkpoint, spec, backend }
     }
 
     /// Algorithm 1's forward: every layer's queries, keys and values of every sequence, to `observer`. The last layer
@@ -129,7 +98,9 @@ impl<'a, B: Backend> Decoder<'a, B> {
                 let qkv = self.qkv(id, &layer, x, tables.of(rope, ids.len()));
                 let seen = watched.see(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
                 if depth == Depth::Full {
-                    self.finish_layer(id, &layer, x, qkv);
+                    // Exact attention needs not know which sequence it is.
+                    let place = Place { layer: id, sequence: 0 };
+                    self.finish_layer(place, &layer, x, qkv, &Exact)?;
                 }
                 Ok(seen)
             };
@@ -144,32 +115,60 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// Final hidden states of one sequence, after the last norm: `[tokens, hidden]`.
     ///
     /// # Errors
-    /// `Sequence`; a tensor that cannot be read; `NonFinite` with the layer after which NaN or infinity appeared.
-    pub fn hidden(&self, ids: &[u32]) -> Result<B::Tensor> {
-        let sequences = [ids.to_vec()];
-        self.check(&sequences)?;
-        let mut x = self.embed(&sequences)?.pop().expect("one sequence in, one out");
+    /// `Sequence`; a tensor that cannot be read; `NonFinite` with the layer after which NaN or infinity appeared; the
+    /// attention product's own.
+    pub fn hidden(&self, ids: &[u32], attention: &dyn AttentionProduct<B>) -> Result<B::Tensor> {
+        let hidden = self.hidden_of(&[ids], attention, &Quiet)?;
+        Ok(hidden.into_iter().next().expect("one sequence in, one out"))
+    }
+
+    /// The same of several sequences, layer by layer together: a layer's weights are widened once for all of them. Memory
+    /// grows with all their tokens. Counts tokens into `monitor`'s current stage.
+    ///
+    /// # Errors
+    /// As [`Decoder::hidden`]; `Interrupted`.
+    pub fn hidden_of<S: AsRef<[u32]> + Sync>(
+        &self,
+        sequences: &[S],
+        attention: &dyn AttentionProduct<B>,
+        monitor: &dyn Monitor,
+    ) -> Result<Vec<B::Tensor>> {
+        self.check(sequences)?;
+        let mut hidden = self.embed(sequences)?;
         let mut tables = RopeTables::default();
+        let lengths = || sequences.iter().map(|ids| ids.as_ref().len());
+        let mut ticks = Ticks { n_layers: self.spec.layers.len() as u64, done: 0, told: 0 };
         for (id, spec) in self.spec.layers.iter().enumerate() {
             let layer = Layer::load(self.checkpoint, spec, self.backend)?;
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, [ids.len()]);
-            let qkv = self.qkv(id, &layer, &x, tables.of(rope, ids.len()));
-            self.finish_layer(id, &layer, &mut x, qkv);
-            self.check_finite(&x, "hidden states", id)?;
+            tables.prepare(rope, lengths());
+            let step = |(sequence, x): (usize, &mut B::Tensor)| {
+                if monitor.interrupted() {
+                    return Err(ModelError::Interrupted);
+                }
+                let n_tokens = sequences[sequence].as_ref().len();
+                let qkv = self.qkv(id, &layer, x, tables.of(rope, n_tokens));
+                self.finish_layer(Place { layer: id, sequence }, &layer, x, qkv, attention)?;
+                self.check_finite(x, "hidden states", id, sequence)
+            };
+            hidden.par_iter_mut().enumerate().map(step).collect::<Vec<_>>().into_iter().collect::<Result<()>>()?;
+            monitor.advance(ticks.add(lengths().sum::<usize>() as u64));
         }
         let norm = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?;
-        let hidden = self.backend.norm(&x, norm.as_ref());
-        self.check_finite(&hidden, "states after the final norm", self.spec.layers.len() - 1)?;
-        Ok(hidden)
+        let finish = |(sequence, x): (usize, &B::Tensor)| {
+            let hidden = self.backend.norm(x, norm.as_ref());
+            self.check_finite(&hidden, "states after the final norm", self.spec.layers.len() - 1, sequence)?;
+            Ok(hidden)
+        };
+        hidden.iter().enumerate().map(finish).collect()
     }
 
-    fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize) -> Result<()> {
+    fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize, sequence: usize) -> Result<()> {
         let mut sums = vec![0.0; self.spec.hidden_size];
         self.backend.column_sum(x, &mut sums);
         match sums.iter().all(|sum| sum.is_finite()) {
             true => Ok(()),
-            false => Err(ModelError::NonFinite { layer, what, sequence: 0 }),
+            false => Err(ModelError::NonFinite { layer, what, sequence }),
         }
     }
 
@@ -193,12 +192,19 @@ impl<'a, B: Backend> Decoder<'a, B> {
     ///
     /// # Errors
     /// As [`Decoder::hidden`].
-    pub fn nll(&self, ids: &[u32]) -> Result<Vec<f64>> {
-        let hidden = self.hidden(ids)?;
+    pub fn nll(&self, ids: &[u32], attention: &dyn AttentionProduct<B>) -> Result<Vec<f64>> {
+        self.nll_of(&self.hidden(ids, attention)?, ids)
+    }
+
+    /// The same from the sequence's hidden states.
+    ///
+    /// # Errors
+    /// As [`Decoder::logits`].
+    pub fn nll_of(&self, hidden: &B::Tensor, ids: &[u32]) -> Result<Vec<f64>> {
         let mut nll = Vec::with_capacity(ids.len().saturating_sub(1));
         for first in (0..ids.len().saturating_sub(1)).step_by(LOGIT_ROWS) {
             let rows = first..(first + LOGIT_ROWS).min(ids.len() - 1);
-            let logits = self.logits(&hidden, rows.clone())?;
+            let logits = self.logits(hidden, rows.clone())?;
             let of_row = |(t, row): (usize, &[f32])| log_sum_exp(row) - f64::from(row[ids[t + 1] as usize]);
             nll.par_extend(rows.into_par_iter().zip(logits.par_chunks_exact(self.spec.vocab_size)).map(of_row));
         }
@@ -219,8 +225,8 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Memory { layer: bytes(layer), activations: bytes(resident + working) }
     }
 
-    fn check(&self, sequences: &[Vec<u32>]) -> Result<()> {
-        for (sequence, ids) in sequences.iter().enumerate() {
+    fn check<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<()> {
+        for (sequence, ids) in sequences.iter().map(AsRef::as_ref).enumerate() {
             let wrong = |detail: String| ModelError::Sequence { sequence, detail };
             if ids.is_empty() {
                 return Err(wrong("it is empty".into()));
@@ -232,9 +238,10 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(())
     }
 
-    fn embed(&self, sequences: &[Vec<u32>]) -> Result<Vec<B::Tensor>> {
+    fn embed<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<Vec<B::Tensor>> {
         let table = weights::view(self.checkpoint, &self.spec.embedding)?;
-        Ok(sequences.iter().map(|ids| self.backend.embed(table, ids, self.spec.embedding_scale)).collect())
+        let embed = |ids: &S| self.backend.embed(table, ids.as_ref(), self.spec.embedding_scale);
+        Ok(sequences.iter().map(embed).collect())
     }
 
     /// Queries, keys and values as the attention product gets them.
@@ -269,9 +276,17 @@ impl<'a, B: Backend> Decoder<'a, B> {
     }
 
     /// The rest of the layer after q, k and v: attention, output projection, MLP, residuals.
-    fn finish_layer(&self, id: usize, layer: &Layer<B>, x: &mut B::Tensor, qkv: Qkv<B::Tensor>) {
-        let spec = &self.spec.layers[id];
-        let attended = self.attend(id, &spec.attn, qkv);
+    fn finish_layer(
+        &self,
+        place: Place,
+        layer: &Layer<B>,
+        x: &mut B::Tensor,
+        Qkv { q, k, v }: Qkv<B::Tensor>,
+        attention: &dyn AttentionProduct<B>,
+    ) -> Result<()> {
+        let spec = &self.spec.layers[place.layer];
+        let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
+        drop((q, k, v));
         self.backend.add_projected(x, &attended, layer.o.as_ref(), layer.attn_post_norm.as_ref().map(Norm::as_ref));
         let mlp = Mlp {
             before: layer.mlp_pre_norm.as_ref().map(Norm::as_ref),
@@ -282,22 +297,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
             after: layer.mlp_post_norm.as_ref().map(Norm::as_ref),
         };
         self.backend.add_mlp(x, &mlp);
-    }
-
-    fn attend(&self, id: usize, spec: &AttentionSpec, mut qkv: Qkv<B::Tensor>) -> B::Tensor {
-        if let Some(transform) = self.key_transforms.get(&id) {
-            qkv.k = self.backend.transform_heads(&qkv.k, &transform.key, spec.head_dim);
-            qkv.q = self.backend.transform_heads(&qkv.q, &transform.query, spec.head_dim);
-        }
-        let shape = AttentionShape {
-            n_heads: spec.n_heads,
-            n_kv_heads: spec.n_kv_heads,
-            head_dim: spec.head_dim,
-            window: spec.window,
-            scale: spec.scale,
-            softcap: spec.logit_softcap,
-        };
-        self.backend.attention(&qkv.q, &qkv.k, &qkv.v, &shape)
+        Ok(())
     }
 }
 

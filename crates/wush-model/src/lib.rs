@@ -4,6 +4,7 @@
 //! logits. Knows nothing of statistics, transforms or files of wush.
 
 pub mod arch;
+pub mod attention;
 pub mod backend;
 pub mod cpu;
 pub mod decoder;

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::backend::AttentionShape;
 use crate::rope::RopeSpec;
 
 /// A decoder: embedding, layers, final norm, output head.
@@ -79,6 +80,20 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// Attention logits become `cap * tanh(logits / cap)`.
     pub logit_softcap: Option<f32>,
+}
+
+impl AttentionSpec {
+    /// What the attention product needs to know.
+    pub fn shape(&self) -> AttentionShape {
+        AttentionShape {
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+            window: self.window,
+            scale: self.scale,
+            softcap: self.logit_softcap,
+        }
+    }
 }
 
 /// `y = W x + b`.

@@ -6,6 +6,7 @@ use wush_checkpoint::Checkpoint;
 use wush_format::monitor::Quiet;
 use wush_format::tensor_file::TensorFile;
 use wush_model::arch;
+use wush_model::attention::Exact;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
@@ -111,9 +112,9 @@ fn check_sequence(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> s
             assert!(deviation <= GRAM_REL_TOL, "{place}: layer {layer} {role}: off by {deviation:e}");
         }
     }
-    let nll = worst_difference(&decoder.nll(&ids)?, &golden.f64("nll"));
+    let nll = worst_difference(&decoder.nll(&ids, &Exact)?, &golden.f64("nll"));
     assert!(nll <= NLL_ABS_TOL, "{place}: NLL off by {nll:e}");
-    let last = decoder.logits(&decoder.hidden(&ids)?, ids.len() - 1..ids.len())?;
+    let last = decoder.logits(&decoder.hidden(&ids, &Exact)?, ids.len() - 1..ids.len())?;
     let last: Vec<f64> = last.into_iter().map(f64::from).collect();
     let logits = worst_difference(&last, &golden.f32("last_logits"));
     assert!(logits <= NLL_ABS_TOL, "{place}: last logits off by {logits:e}");

@@ -14,6 +14,7 @@ use wush_format::manifest::Equivalence;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::Dtype;
 use wush_model::ModelError;
+use wush_model::attention::{Exact, TransformedKeys};
 use wush_model::backend::Backend;
 use wush_model::decoder::{Decoder, log_sum_exp};
 use wush_model::spec::ModelSpec;
@@ -85,16 +86,17 @@ pub fn verify<B: Backend>(
     monitor: &dyn Monitor,
 ) -> Result<Equivalence> {
     let source_decoder = Decoder::new(source.checkpoint, source.spec, backend);
-    let bundle_decoder = Decoder::new(bundle.checkpoint, bundle.spec, backend).with_key_transforms(sidecar)?;
+    let bundle_decoder = Decoder::new(bundle.checkpoint, bundle.spec, backend);
+    let keys = TransformedKeys::new(sidecar, bundle.spec, backend)?;
     let n_tokens: usize = check.sequences.iter().map(Vec::len).sum();
     // Every token counts once for each model: half of that for the layers, half for the logits.
     monitor.begin("verify", "tokens", 2 * n_tokens as u64);
     let mut sums = Sums::default();
     for ids in check.sequences {
         let half = ids.len() as u64 / 2;
-        let ours = source_decoder.hidden(ids)?;
+        let ours = source_decoder.hidden(ids, &Exact)?;
         monitor.advance(half);
-        let hidden = [ours, bundle_decoder.hidden(ids)?];
+        let hidden = [ours, bundle_decoder.hidden(ids, &keys)?];
         monitor.advance(half);
         let n_scored = ids.len().saturating_sub(1);
         for rows in blocks(n_scored, source.spec.vocab_size) {

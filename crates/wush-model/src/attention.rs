@@ -1,0 +1,89 @@
+//! The attention product of a pass, and what may stand in for it.
+
+use std::collections::BTreeMap;
+
+use wush_format::bundle::KeySidecar;
+
+use crate::backend::{AttentionShape, Backend};
+use crate::error::{ModelError, Result};
+use crate::spec::ModelSpec;
+
+/// Which product of a pass it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Global layer id.
+    pub layer: usize,
+    /// Index of the sequence among those of the pass.
+    pub sequence: usize,
+}
+
+/// What is done between queries, keys and values and the output projection: exact attention, or what a server with
+/// another cache does.
+pub trait AttentionProduct<B: Backend>: Sync {
+    /// `[tokens, n_heads * d]` from one whole sequence's queries `[tokens, n_heads * d]`, keys and values
+    /// `[tokens, n_kv_heads * d]`, after bias, norm and RoPE. Called by several threads at once; layers in order for each
+    /// sequence.
+    ///
+    /// # Errors
+    /// Whatever stops the pass.
+    fn attend(&self, backend: &B, place: Place, qkv: [&B::Tensor; 3], shape: &AttentionShape) -> Result<B::Tensor>;
+}
+
+/// Attention itself (Eq. 2).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Exact;
+
+impl<B: Backend> AttentionProduct<B> for Exact {
+    fn attend(&self, backend: &B, _: Place, [q, k, v]: [&B::Tensor; 3], shape: &AttentionShape) -> Result<B::Tensor> {
+        Ok(backend.attention(q, k, v, shape))
+    }
+}
+
+/// Attention as a key-transforming server computes it: T_K on keys and T_K^{-T} on queries, after RoPE.
+pub struct TransformedKeys<B: Backend> {
+    layers: BTreeMap<usize, Transform<B>>,
+}
+
+struct Transform<B: Backend> {
+    key: B::Matrix,
+    query: B::Matrix,
+}
+
+impl<B: Backend> TransformedKeys<B> {
+    /// A sidecar's matrices on the device.
+    ///
+    /// # Errors
+    /// `Tensor` when the sidecar's heads are not the model's.
+    pub fn new(sidecar: &KeySidecar, spec: &ModelSpec, backend: &B) -> Result<Self> {
+        let mut layers = BTreeMap::new();
+        for (&id, layer) in &sidecar.layers {
+            let found = (layer.n_kv_heads, layer.head_dim);
+            let expected = spec.layers.get(id).map(|l| (l.attn.n_kv_heads, l.attn.head_dim));
+            if expected != Some(found) {
+                return Err(ModelError::Tensor {
+                    name: format!("layers.{id}.key"),
+                    expected: format!("(KV heads, head dim) {expected:?}"),
+                    found: format!("{found:?}"),
+                });
+            }
+            let on_device = |data| backend.head_matrices(layer.n_kv_heads, layer.head_dim, data);
+            layers.insert(id, Transform { key: on_device(&layer.key), query: on_device(&layer.query) });
+        }
+        Ok(Self { layers })
+    }
+}
+
+impl<B: Backend> AttentionProduct<B> for TransformedKeys<B> {
+    fn attend(
+        &self,
+        backend: &B,
+        place: Place,
+        [q, k, v]: [&B::Tensor; 3],
+        shape: &AttentionShape,
+    ) -> Result<B::Tensor> {
+        let Some(transform) = self.layers.get(&place.layer) else { return Ok(backend.attention(q, k, v, shape)) };
+        let q = backend.transform_heads(q, &transform.query, shape.head_dim);
+        let k = backend.transform_heads(k, &transform.key, shape.head_dim);
+        Ok(backend.attention(&q, &k, v, shape))
+    }
+}
