@@ -2,10 +2,12 @@
 //!
 //! A strip holds the logits of [`QUERY_BLOCK`] queries of one head against the keys they may read: never S × S.
 
-use faer::{MatMut, MatRef, prelude::ReborrowMut as _};
+use std::ops::Range;
+
+use faer::{Accum, MatMut, MatRef, prelude::ReborrowMut as _};
 use rayon::prelude::*;
 
-use super::product::multiply;
+use super::product::{accumulate, multiply};
 use super::{Rows, elementwise};
 use crate::backend::AttentionShape;
 
@@ -14,51 +16,130 @@ const QUERY_BLOCK: usize = 64;
 
 /// `[tokens, n_heads * d]` from queries `[tokens, n_heads * d]` and keys and values `[tokens, n_kv_heads * d]`.
 pub(super) fn causal(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
+    over_strips(q, QUERY_BLOCK, shape, |queries| {
+        let all = 0..queries.end;
+        vec![Part { keys: all, k, v }]
+    })
+}
+
+/// Attention of a chunk of queries over a cache that holds some of its tokens quantized (Algorithm 2).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chunk {
+    /// Positions of the queries.
+    pub queries: Range<usize>,
+    /// Positions whose quantized keys and values they read; at the others they read the exact ones.
+    pub quantized: Range<usize>,
+}
+
+/// Keys and values `[tokens, n_kv_heads * d]`.
+#[derive(Debug, Clone, Copy)]
+pub struct KeysValues<'a> {
+    /// The keys.
+    pub keys: &'a Rows,
+    /// The values.
+    pub values: &'a Rows,
+}
+
+impl<'a> KeysValues<'a> {
+    fn part(self, keys: Range<usize>) -> Part<'a> {
+        Part { keys, k: self.keys, v: self.values }
+    }
+}
+
+/// Attention of one whole sequence, chunk by chunk; `chunks` cover the queries in order, and what a chunk reads quantized
+/// lies before its first query.
+///
+/// # Panics
+/// When they do not.
+pub fn windowed(
+    q: &Rows,
+    exact: KeysValues<'_>,
+    quantized: KeysValues<'_>,
+    shape: &AttentionShape,
+    chunks: &[Chunk],
+) -> Rows {
+    let mut at = 0;
+    for chunk in chunks {
+        assert!(chunk.queries.start == at && chunk.quantized.end <= at, "chunks cover the queries in order");
+        at = chunk.queries.end;
+    }
+    assert_eq!(at, q.n_rows, "chunks cover the queries");
+    let chunk_of = |position: usize| &chunks[chunks.partition_point(|chunk| chunk.queries.end <= position)];
+    let rows = chunks.iter().map(|chunk| chunk.queries.len()).max().unwrap_or(1).min(QUERY_BLOCK);
+    let aligned = chunks.iter().all(|chunk| chunk.queries.start % rows == 0);
+    assert!(aligned, "chunks start at multiples of the strips' length");
+    over_strips(q, rows, shape, |queries| {
+        let middle = chunk_of(queries.start).quantized.clone();
+        match middle.is_empty() {
+            true => vec![exact.part(0..queries.end)],
+            false => {
+                vec![exact.part(0..middle.start), quantized.part(middle.clone()), exact.part(middle.end..queries.end)]
+            }
+        }
+    })
+}
+
+/// Cuts the queries into strips of `n_rows` and attends to the parts that `parts` gives for each.
+fn over_strips<'a>(
+    q: &'a Rows,
+    n_rows: usize,
+    shape: &AttentionShape,
+    parts: impl Fn(Range<usize>) -> Vec<Part<'a>> + Sync,
+) -> Rows {
     let mut out = Rows::zeros(q.n_rows, q.width);
-    let keys = MatRef::from_row_major_slice(&k.data, k.n_rows, k.width);
-    let values = MatRef::from_row_major_slice(&v.data, v.n_rows, v.width);
-    let blocks = out.data.par_chunks_mut(QUERY_BLOCK * q.width).enumerate();
-    blocks.for_each_init(Vec::new, |logits, (block, out)| {
-        let n_rows = out.len() / q.width;
-        let first = block * QUERY_BLOCK;
-        let queries = MatRef::from_row_major_slice(q.slice(first..first + n_rows), n_rows, q.width);
-        let strip = Strip { first, queries, keys, values, shape };
-        strip.attend(MatMut::from_row_major_slice_mut(out, n_rows, q.width), logits);
+    let strips = out.data.par_chunks_mut(n_rows * q.width).enumerate();
+    strips.for_each_init(Vec::new, |logits, (strip, out)| {
+        let queries = strip * n_rows..strip * n_rows + out.len() / q.width;
+        let strip = Strip { queries: queries.clone(), q, parts: parts(queries), shape };
+        strip.attend(out, logits);
     });
     out
 }
 
-/// The queries of one block, and all keys and values.
+/// A range of positions and where their keys and values are.
+struct Part<'a> {
+    keys: Range<usize>,
+    k: &'a Rows,
+    v: &'a Rows,
+}
+
+/// The queries of one strip and what they read: parts that follow each other up to the last query.
 struct Strip<'a> {
-    /// Position of the first query.
-    first: usize,
-    queries: MatRef<'a, f32>,
-    keys: MatRef<'a, f32>,
-    values: MatRef<'a, f32>,
+    queries: Range<usize>,
+    q: &'a Rows,
+    parts: Vec<Part<'a>>,
     shape: &'a AttentionShape,
 }
 
 impl Strip<'_> {
     /// Fills `out`; `logits` is scratch that calls on one thread share.
-    fn attend(&self, mut out: MatMut<'_, f32>, logits: &mut Vec<f32>) {
+    fn attend(&self, out: &mut [f32], logits: &mut Vec<f32>) {
         let AttentionShape { n_heads, n_kv_heads, head_dim, .. } = *self.shape;
-        let n_rows = self.queries.nrows();
+        let n_rows = self.queries.len();
         let start = self.first_key(0);
-        let n_keys = self.first + n_rows - start;
+        let n_keys = self.queries.end - start;
         logits.resize(n_rows * n_keys, 0.0);
         let mut sums = vec![0.0; n_rows];
+        let mut out = MatMut::from_row_major_slice_mut(out, n_rows, self.q.width);
+        let queries = MatRef::from_row_major_slice(self.q.slice(self.queries.clone()), n_rows, self.q.width);
         for head in 0..n_heads {
-            let kv_head = head / (n_heads / n_kv_heads);
-            let first = kv_head * head_dim;
-            let keys = self.keys.subrows(start, n_keys).subcols(first, head_dim);
-            let values = self.values.subrows(start, n_keys).subcols(first, head_dim);
-            let queries = self.queries.subcols(head * head_dim, head_dim);
-            let scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
-            multiply(scores, queries, keys.transpose(), self.shape.scale);
+            let first = head / (n_heads / n_kv_heads) * head_dim;
+            let queries = queries.subcols(head * head_dim, head_dim);
+            let mut scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
+            for (columns, part) in self.read_from(start) {
+                let keys = part.rows(part.k, &columns, start).subcols(first, head_dim);
+                let into = scores.rb_mut().subcols_mut(columns.start, columns.len());
+                multiply(into, queries, keys.transpose(), self.shape.scale);
+            }
             self.exponentiate(logits, &mut sums, start, n_keys);
             let weights = MatRef::from_row_major_slice(logits, n_rows, n_keys);
             let mut into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
-            multiply(into.rb_mut(), weights, values, 1.0);
+            let mut how = Accum::Replace;
+            for (columns, part) in self.read_from(start) {
+                let values = part.rows(part.v, &columns, start).subcols(first, head_dim);
+                accumulate(into.rb_mut(), how, weights.subcols(columns.start, columns.len()), values, 1.0);
+                how = Accum::Add;
+            }
             for (i, sum) in sums.iter().enumerate() {
                 let row = into.rb_mut().row_mut(i).try_as_row_major_mut().expect("rows are contiguous");
                 elementwise::scale(row.as_slice_mut(), 1.0 / sum);
@@ -66,19 +147,33 @@ impl Strip<'_> {
         }
     }
 
+    /// The parts that hold keys from `start` on, each with its columns of the logits.
+    fn read_from(&self, start: usize) -> impl Iterator<Item = (Range<usize>, &Part<'_>)> {
+        let columns = move |part: &Part<'_>| part.keys.start.max(start) - start..part.keys.end.max(start) - start;
+        self.parts.iter().map(move |part| (columns(part), part)).filter(|(columns, _)| !columns.is_empty())
+    }
+
     /// Every row becomes exp(logit - max) over the keys it may read and zero elsewhere; `sums` gets the rows' sums.
     fn exponentiate(&self, logits: &mut [f32], sums: &mut [f32], start: usize, n_keys: usize) {
         for (i, (row, sum)) in logits.chunks_exact_mut(n_keys).zip(sums).enumerate() {
-            let read = self.first_key(i) - start..self.first + i + 1 - start;
+            let read = self.first_key(i) - start..self.queries.start + i + 1 - start;
             row[..read.start].fill(0.0);
             row[read.end..].fill(0.0);
             *sum = elementwise::exp_and_sum(&mut row[read], self.shape.softcap);
         }
     }
 
-    /// First key that query `i` of the block reads.
+    /// First key that query `i` of the strip reads.
     fn first_key(&self, i: usize) -> usize {
-        self.shape.window.map_or(0, |window| (self.first + i + 1).saturating_sub(window))
+        self.shape.window.map_or(0, |window| (self.queries.start + i + 1).saturating_sub(window))
+    }
+}
+
+impl Part<'_> {
+    /// Rows of `x` at the positions of some columns of the logits.
+    fn rows<'a>(&self, x: &'a Rows, columns: &Range<usize>, start: usize) -> MatRef<'a, f32> {
+        let positions = start + columns.start..start + columns.end;
+        MatRef::from_row_major_slice(x.slice(positions.clone()), positions.len(), x.width)
     }
 }
 
@@ -109,6 +204,45 @@ mod tests {
         let weights: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
         let total: f64 = weights.iter().sum();
         (0..d).map(|i| (first..=t).zip(&weights).map(|(s, w)| w * at(v, s, kv, i)).sum::<f64>() / total).collect()
+    }
+
+    /// Eq. 2 over keys and values that are chosen by position, in f64.
+    #[test]
+    fn every_query_reads_what_its_chunk_holds_quantized() {
+        let (n_kv_heads, d) = (2, 6);
+        for (n_rows, chunk, window) in
+            [(70, 16, None), (70, 16, Some(20)), (130, 1, None), (200, 200, Some(7)), (5, 16, None)]
+        {
+            let shape = AttentionShape { n_heads: 6, n_kv_heads, head_dim: d, window, scale: 0.7, softcap: None };
+            let q = values(n_rows, shape.n_heads * d, 1);
+            let [k, v, kq, vq] = [2, 3, 4, 5].map(|seed| values(n_rows, n_kv_heads * d, seed));
+            let chunks: Vec<Chunk> = (0..n_rows)
+                .step_by(chunk)
+                .map(|first| Chunk {
+                    queries: first..(first + chunk).min(n_rows),
+                    quantized: 4..(first / 2).max(4).min(first.max(4)),
+                })
+                .map(|c| if c.quantized.is_empty() { Chunk { quantized: 0..0, ..c } } else { c })
+                .collect();
+            let (exact, quantized) = (KeysValues { keys: &k, values: &v }, KeysValues { keys: &kq, values: &vq });
+            let out = windowed(&q, exact, quantized, &shape, &chunks);
+            for t in 0..n_rows {
+                let read = &chunks[t / chunk].quantized;
+                let mix = |x: &Rows, xq: &Rows| {
+                    let mut mixed = x.clone();
+                    let range = read.start * x.width..read.end * x.width;
+                    mixed.data[range.clone()].copy_from_slice(&xq.data[range]);
+                    mixed
+                };
+                let (k, v) = (mix(&k, &kq), mix(&v, &vq));
+                for head in 0..shape.n_heads {
+                    for (i, exact) in oracle(&q, &k, &v, &shape, t, head).into_iter().enumerate() {
+                        let found = f64::from(out.data[t * q.width + head * d + i]);
+                        assert!((found - exact).abs() <= 2e-6, "chunk {chunk}, t {t}, head {head}: {found} {exact}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -19,6 +19,8 @@ use wush_format::tensor_file::TensorView;
 use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
 use crate::rope::RopeTable;
 
+pub use attention::{Chunk, KeysValues, windowed};
+
 /// The CPU, through rayon's current thread pool.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Cpu;
