@@ -1,0 +1,151 @@
+//! Key transforms: loading, refusing what is wrong, both products against f64, and that attention does not change.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use wush_format::bundle::{KeyLayer, KeySidecar};
+use wush_format::hash::Sha;
+use wush_runtime::{CacheConfig, Chunk, KeyTransforms, KvCache, Part, Precision, RuntimeError, Windows};
+
+use crate::common::{Numbers, config, layer};
+
+const HASH: Sha = Sha([3; 32]);
+
+/// Well-conditioned matrices `[n, d, d]` and their inverse transposes: products of Householder reflections and a diagonal.
+fn pair(n: usize, d: usize, numbers: &mut Numbers) -> (Vec<f32>, Vec<f32>) {
+    let (mut key, mut query) = (Vec::new(), Vec::new());
+    for _ in 0..n {
+        let [u, v, s] = [(), (), ()].map(|()| numbers.take(d));
+        let size = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        let (uu, vv) = (size(&u), size(&v));
+        let reflect = |w: &[f32], ww: f64, i: usize, j: usize| {
+            f64::from(u8::from(i == j)) - 2.0 * f64::from(w[i]) * f64::from(w[j]) / ww
+        };
+        let scale = |k: usize| (f64::from(s[k]) * 0.5).exp();
+        for i in 0..d {
+            for j in 0..d {
+                let term = |k: usize| (reflect(&u, uu, i, k) * reflect(&v, vv, k, j), scale(k));
+                key.push((0..d).map(term).map(|(r, s)| r * s).sum::<f64>() as f32);
+                query.push((0..d).map(term).map(|(r, s)| r / s).sum::<f64>() as f32);
+            }
+        }
+    }
+    (key, query)
+}
+
+fn sidecar(n_kv_heads: usize, head_dim: usize) -> KeySidecar {
+    let (key, query) = pair(n_kv_heads, head_dim, &mut Numbers::new(9));
+    let layers = BTreeMap::from([(0, KeyLayer { n_kv_heads, head_dim, key, query })]);
+    KeySidecar { layers, model_hash: HASH }
+}
+
+fn saved(dir: &Path, sidecar: &KeySidecar) -> PathBuf {
+    let path = dir.join("key_transforms.safetensors");
+    sidecar.save(&path).expect("saved");
+    path
+}
+
+#[test]
+fn products_are_those_of_f64() {
+    for (n_kv, group, d) in [(2, 3, 64), (1, 1, 80), (3, 4, 16), (2, 5, 20)] {
+        let sidecar = sidecar(n_kv, d);
+        let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar).expect("an inverse pair");
+        for n_tokens in [0, 1, 3, 64, 65, 130] {
+            let mut numbers = Numbers::new(n_tokens as u64);
+            let (keys, queries) = (numbers.take(n_tokens * n_kv * d), numbers.take(n_tokens * n_kv * group * d));
+            let (mut new_keys, mut new_queries) = (keys.clone(), queries.clone());
+            transforms.transform_keys(0, &mut new_keys).expect("whole");
+            transforms.transform_queries(0, n_kv * group, &mut new_queries).expect("whole");
+            check(&sidecar.layers[&0].key, &keys, &new_keys, (n_kv, 1, d));
+            check(&sidecar.layers[&0].query, &queries, &new_queries, (n_kv, group, d));
+        }
+    }
+}
+
+/// Every head of `[tokens, n_kv, group, d]` is its matrix times what it was, within the error of d products in f32.
+fn check(matrices: &[f32], before: &[f32], after: &[f32], (n_kv, group, d): (usize, usize, usize)) {
+    for (vector, (x, y)) in before.chunks_exact(d).zip(after.chunks_exact(d)).enumerate() {
+        let matrix = &matrices[vector / group % n_kv * d * d..][..d * d];
+        for (row, found) in matrix.chunks_exact(d).zip(y) {
+            let terms = row.iter().zip(x).map(|(a, b)| f64::from(*a) * f64::from(*b));
+            let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            let bound = (d as f64 + 4.0) * 2f64.powi(-24) * size;
+            assert!((f64::from(*found) - sum).abs() <= bound, "vector {vector}: {found} for {sum}");
+        }
+    }
+}
+
+#[test]
+fn attention_does_not_change() {
+    /// Both factors are rounded to f32 (their product is off by 2⁻²³ of |key||query|ᵀ, condition number about 10 here) and
+    /// products sum 64 terms in f32: logits move by less than 1e-5 of values in ±4.
+    const TRANSFORMED_TOL: f32 = 1e-4;
+    let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar(2, 64)).expect("an inverse pair");
+    let plain = layer(6, 2, 64, [16, 16]);
+    let mut cache = KvCache::new(config(plain, Windows::STUDY, 64)).expect("valid");
+    transforms.check(cache.config()).expect("it fits");
+    let mut numbers = Numbers::new(5);
+    let n_tokens = 200;
+    let [mut queries, mut keys, values] = [6, 2, 2].map(|heads| numbers.take(n_tokens * heads * 64));
+    let mut outs = [(); 2].map(|()| vec![0.0; queries.len()]);
+    for out in &mut outs {
+        let part = Part { sequence: cache.add(), n_tokens };
+        cache.step(0, &[part], Chunk { queries: &queries, keys: &keys, values: &values }, out).expect("valid");
+        transforms.transform_keys(0, &mut keys).expect("whole");
+        transforms.transform_queries(0, 6, &mut queries).expect("whole");
+    }
+    for (a, b) in outs[0].iter().zip(&outs[1]) {
+        assert!((a - b).abs() <= TRANSFORMED_TOL, "{a} and {b}");
+    }
+}
+
+#[test]
+fn wrong_sidecars_are_refused() {
+    let dir = tempfile::tempdir().expect("room");
+    let good = sidecar(2, 32);
+    let path = saved(dir.path(), &good);
+    let transforms = KeyTransforms::load(&path, HASH).expect("good");
+    assert_eq!(transforms.layers().collect::<Vec<_>>(), [0]);
+
+    let error = KeyTransforms::load(&path, Sha([4; 32])).expect_err("another model's");
+    let expected = format!("made for the model with hash {HASH}, this model's hash is {}", Sha([4; 32]));
+    assert!(error.to_string().contains(&expected), "{error}");
+
+    for at in [0, 700, 2 * 32 * 32 - 1] {
+        let mut bad = good.clone();
+        // One element off by 1e-4 of the rows' size, or a matrix that was swapped for its transpose.
+        bad.layers.get_mut(&0).expect("there").query[at] += 1e-4;
+        let path = saved(dir.path(), &bad);
+        let error = KeyTransforms::load(&path, HASH).expect_err("no inverse");
+        assert!(matches!(error, RuntimeError::NotInverse { layer: 0, head, .. } if head == at / 1024), "{error}");
+    }
+    let mut swapped = good.clone();
+    let entry = swapped.layers.get_mut(&0).expect("there");
+    std::mem::swap(&mut entry.key, &mut entry.query);
+    entry.query = good.layers[&0].query.clone();
+    let path = saved(dir.path(), &swapped);
+    assert!(matches!(KeyTransforms::load(&path, HASH), Err(RuntimeError::NotInverse { .. })));
+    std::fs::write(&path, b"no sidecar").expect("written");
+    assert!(matches!(KeyTransforms::load(&path, HASH), Err(RuntimeError::Format(_))));
+}
+
+#[test]
+fn wrong_heads_layers_and_lengths_are_refused() {
+    let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar(2, 32)).expect("an inverse pair");
+    let other = |layer| CacheConfig::new(vec![layer]);
+    let error = transforms.check(&other(layer(4, 4, 32, [2, 2]))).expect_err("4 heads");
+    assert_eq!(
+        error.to_string(),
+        "key transforms of layer 0: expected (4, 32) (KV heads, head dimension), found (2, 32)"
+    );
+    assert!(transforms.check(&other(layer(4, 2, 64, [2, 2]))).is_err());
+    transforms.check(&other(layer(8, 2, 32, [2, 2]).stored(Precision::Full, Precision::Full))).expect("it fits");
+
+    let error = transforms.transform_keys(1, &mut []).expect_err("no layer 1");
+    assert_eq!(error.to_string(), "layer 1: the sidecar has no key transforms for it");
+    let error = transforms.transform_keys(0, &mut [0.0; 65]).expect_err("no whole tokens");
+    assert!(error.to_string().ends_with("expected 64 elements, found 65"), "{error}");
+    for (n_heads, n) in [(3, 96), (1, 32), (0, 0), (4, 127)] {
+        assert!(transforms.transform_queries(0, n_heads, &mut vec![0.0; n]).is_err(), "{n_heads} heads, {n}");
+    }
+}
