@@ -107,9 +107,8 @@ fn the_bytes_depend_neither_on_threads_nor_on_the_way() {
 
     program.ok(&on_demo("calibrate", &["--out", "stats.safetensors"]));
     program.ok(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
-    let mut fold = on_demo("fold", &["--out", "staged"]);
-    fold.insert(2, "transforms.safetensors".to_owned());
-    program.ok(&fold);
+    // The text is cut as the transforms' was, without being told how.
+    program.ok(&args([&"fold", &model(), &"transforms.safetensors", &"--calib", &text(), &"--out", &"staged"]));
     let staged = contents(&scratch.join("staged"));
     for ((name, bytes), (staged_name, staged_bytes)) in one.iter().zip(&staged) {
         assert_eq!(name, staged_name);
@@ -149,6 +148,32 @@ fn a_scaled_calibration_says_how_to_serve_it() {
     let options = ["--out", "bundle", "--rope-scaling", "yarn:4", "--format", "json"];
     let report = wush(&scratch).ok(&on_demo("convert", &options)).json();
     assert_noted(&report, &scratch, r#"{"rope_type": "yarn", "factor": 4.0"#);
+}
+
+#[test]
+fn a_wrong_base_is_said_to_be_one_and_no_more() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    assert_audit(
+        &scratch,
+        &args([&"inspect", &"bundle", &"--base", &fixture("tiny/qwen3"), &"--format", &"json"]),
+        &["same model"],
+    );
+}
+
+#[test]
+fn what_passed_narrowly_is_a_note_and_no_failure() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--verify-sequences", "0"]));
+    let run = wush(&scratch).ok(&["inspect", "bundle"]);
+    assert!(run.stdout.contains("  note  enough calibration") && run.stdout.contains("ok, 2 warnings ("), "{run:?}");
+    let report = wush(&scratch).ok(&["inspect", "bundle", "--format", "json"]).json();
+    let notes: Vec<_> = report["notes"].as_array().expect("notes").iter().filter_map(Value::as_str).collect();
+    assert!(
+        notes.len() == 2 && notes.iter().any(|note| note.starts_with("enough calibration: 576 tokens")),
+        "{notes:?}"
+    );
+    assert!(report["checks"].as_array().expect("checks").iter().all(|check| check["ok"] == true));
 }
 
 #[test]
@@ -264,7 +289,7 @@ fn statistics_are_checked_on_load_and_against_their_model() {
     let audit =
         |base: &Path| args([&"inspect", &"stats.safetensors", &"--base", &base.to_owned(), &"--format", &"json"]);
     assert_audit(&scratch, &audit(&model()), &[]);
-    assert_audit(&scratch, &audit(&fixture("tiny/qwen3")), &["same model", "output Gram matrices", "belongs to base"]);
+    assert_audit(&scratch, &audit(&fixture("tiny/qwen3")), &["same model"]);
 
     let path = scratch.join("stats.safetensors");
     let mut bytes = fs::read(&path).expect("read");
@@ -348,12 +373,37 @@ fn a_failed_equivalence_check_is_exit_1_and_marked() {
     let run = wush(&scratch).run(&on_demo("convert", &["--out", "bundle", "--tolerance", "1e-15", "--format", "json"]));
     assert_eq!(run.code, Some(1), "{run:?}");
     assert_eq!(run.json()["verdict"], "failed");
-    assert_eq!(names(scratch.path()), ["bundle.failed"]);
+    assert!(
+        run.json()["notes"].to_string().contains("--resume and --fold-dtype f32 or a larger --tolerance"),
+        "{run:?}"
+    );
+    assert_eq!(names(scratch.path()), ["bundle.failed", "bundle.wush-work"]);
     assert_eq!(manifest(&scratch.join("bundle.failed"))["status"], "failed");
     let card = fs::read_to_string(scratch.join("bundle.failed/wush/README.md")).expect("a card");
     assert!(card.contains("equivalence check failed"), "{card}");
     let audit = wush(&scratch).run(&["inspect", "bundle.failed"]);
     assert_eq!(audit.code, Some(1), "{audit:?}");
+    let unfolded = wush(&scratch).ok(&["unfold", "bundle.failed", "--out", "back"]);
+    assert!(unfolded.stdout.contains("note         the bundle's equivalence check had failed"), "{unfolded:?}");
+    fs::remove_dir_all(scratch.join("back")).expect("removed");
+
+    // Another tolerance needs no other statistics.
+    let again = on_demo("convert", &["--out", "bundle", "--resume"]);
+    let run = wush(&scratch).run(&again);
+    assert!(run.stderr.contains("bundle.failed: exists already") && run.stderr.contains("failed its check"), "{run:?}");
+    fs::remove_dir_all(scratch.join("bundle.failed")).expect("removed");
+    let run = wush(&scratch).ok(&again);
+    assert!(run.stderr.contains("all sequences are done"), "{run:?}");
+    assert_eq!(names(scratch.path()), ["bundle"]);
+    let run = wush(&scratch).run(&again);
+    assert!(run.stderr.contains("that run is finished"), "{run:?}");
+}
+
+#[test]
+fn small_tolerances_are_told_as_they_are() {
+    let scratch = Scratch::new();
+    let run = wush(&scratch).run(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle", "--tolerance", "1e-12"]));
+    assert!(run.stdout.contains("tolerance 1.0e-10 %"), "{run:?}");
 }
 
 #[test]
@@ -389,6 +439,18 @@ fn the_html_report_is_one_page() {
     let refused = wush(&scratch).run(&["inspect", "bundle", "--html", "bundle/model.safetensors"]);
     assert_eq!(refused.code, Some(2), "{refused:?}");
     assert_eq!(fs::read(scratch.join("bundle/model.safetensors")).expect("weights"), weights);
+    // A page among a bundle's or a checkpoint's files would be one of them.
+    let base = scratch.copy_of(&tiny(), "base");
+    for (page, more) in
+        [("bundle/page.html", &[][..]), ("base/page.html", &["--base", "base"]), ("base/page.html", &[])]
+    {
+        let refused = wush(&scratch).run(&[&["inspect", "bundle", "--html", page][..], more].concat());
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+        assert!(refused.stderr.contains("inside the checkpoint directory"), "{refused:?}");
+    }
+    assert!(!base.join("page.html").exists() && !scratch.join("bundle/page.html").exists());
+    let again = wush(&scratch).ok(&["inspect", "bundle", "--html", "page.html"]);
+    assert!(again.stderr.contains("page: page.html, in place of an older one"), "{again:?}");
     let page = fs::read_to_string(scratch.join("page.html")).expect("a page");
     assert!(page.starts_with("<!DOCTYPE html>") || page.starts_with("<!doctype html>"), "{}", &page[..40]);
     assert!(page.contains("<svg") && !page.contains("http-equiv") && !page.contains("src=\"http"));

@@ -96,7 +96,9 @@ fn the_demo_runs_offline_and_leaves_a_bundle() {
 
     let again = wush(&scratch).run(&["demo"]);
     assert_eq!(again.code, Some(2), "{again:?}");
-    assert!(again.stderr.contains("wush-demo: exists already"), "{again:?}");
+    assert!(again.stderr.contains("wush-demo: exists already") && again.stderr.contains("--out"), "{again:?}");
+    let repeat = &report["again"];
+    assert!(scratch.join(repeat["text"].as_str().expect("a path")).is_file(), "{repeat}");
 }
 
 #[test]
@@ -149,6 +151,8 @@ fn usage_errors_are_exit_2() {
         vec!["convert", "model", "--out", "x", "--device", "tpu"],
         vec!["convert", "model", "--out", "x", "--rope-scaling", "yarn"],
         vec!["calibrate", "model", "--out", "x", "--shard", "3/2"],
+        vec!["fold", "model", "transforms", "--out", "x", "--calib", "text.txt", "--sequences", "4"],
+        vec!["fold", "model", "transforms", "--out", "x", "--text-field", "body"],
         vec!["inspect", "x", "--quiet", "--verbose"],
     ] {
         let run = wush(&scratch).run(&bad);

@@ -70,7 +70,7 @@ fn a_model_that_is_nowhere() {
     let scratch = Scratch::new();
     let ids = token_ids(&scratch, "ids.json", 2, 8);
     let on = |model: &str| args([&"convert", &model, &"--calib", &ids, &"--out", &"bundle"]);
-    assert_error(&scratch, &on("no-org/no-model"), &["no-org/no-model"]);
+    assert_error(&scratch, &on("no-org/no-model"), &["there is no directory no-org/no-model; taken as a hub id: "]);
     assert_error(&scratch, &on("./no-such-directory"), &["no-such-directory"]);
     fs::create_dir(scratch.join("empty")).expect("created");
     assert_error(&scratch, &on("empty"), &["empty"]);
@@ -132,7 +132,7 @@ fn a_bundle_is_not_converted_again() {
 fn no_cuda_here() {
     let scratch = Scratch::new();
     let command = on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle", "--device", "cuda"]);
-    assert_error(&scratch, &command, &["this build has no CUDA backend"]);
+    assert_error(&scratch, &command, &["this version has no CUDA backend"]);
 }
 
 #[test]
@@ -141,6 +141,10 @@ fn numbers_out_of_range() {
     for (option, value, expected) in [
         ("--damping", "-1", "--damping: expected a number from 0 to 1e6, found -1"),
         ("--damping", "NaN", "--damping: expected"),
+        ("--damping", "much", "expected a number, such as"),
+        ("--tolerance", "none", "expected a number, such as"),
+        ("--seed", "-1", "expected a whole number from 0"),
+        ("--seq-len", "8", "--seq-len: expected none with token-id lists"),
         ("--sequences", "0", "--sequences: expected at least 1, found 0"),
         ("--sequences", "5", "wanted, found 4"),
         ("--sequences", "-1", "expected a whole number"),
@@ -344,7 +348,19 @@ fn files_of_another_kind() {
     assert_error(&scratch, &args([&"merge", &weights, &"--out", &"sum.safetensors"]), &["model.safetensors"]);
     let text = scratch.write("notes.safetensors", "not a tensor file");
     assert_error(&scratch, &args([&"inspect", &text]), &["notes.safetensors"]);
-    assert_error(&scratch, &args([&"inspect", &"no-such-path"]), &["no-such-path"]);
+    for command in [&["inspect", "no-such-path"][..], &["solve", "no-such-path", "--out", "t.safetensors"]] {
+        let command: Vec<_> = command.iter().map(|arg| (*arg).to_owned()).collect();
+        let run = assert_error(&scratch, &command, &["no-such-path"]);
+        assert!(run.stderr.contains("hint: check the path: nothing is there"), "{run:?}");
+    }
+    let run =
+        assert_error(&scratch, &args([&"solve", &tiny(), &"--out", &"t.safetensors"]), &["is a checkpoint, not a"]);
+    assert!(run.stderr.contains("hint: `wush calibrate` makes statistics of a checkpoint"), "{run:?}");
+    for missing in ["no-such-bundle", "org/bundle"] {
+        let run =
+            assert_error(&scratch, &args([&"unfold", &missing, &"--out", &"back"]), &["there is no such directory"]);
+        assert!(run.stderr.contains("hf download"), "{run:?}");
+    }
     assert_error(&scratch, &args([&"solve", &"no-such-path", &"--out", &"t.safetensors"]), &["no-such-path"]);
 }
 

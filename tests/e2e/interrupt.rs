@@ -99,7 +99,13 @@ fn a_killed_calibration_goes_on_from_its_last_save() {
     other.extend(["--rope-scaling".to_owned(), "linear:2".to_owned()]);
     let other = program.run(&other);
     assert_eq!(other.code, Some(2), "{other:?}");
-    assert!(other.stderr.contains("was begun with another model, other sequences or other settings"), "{other:?}");
+    assert!(other.stderr.contains("was begun with another --rope-scaling: none there, linear:2 here"), "{other:?}");
+
+    let mut shorter = command("calibrate", "part.safetensors", &["--resume"]);
+    let at = shorter.iter().position(|arg| arg == "1024").expect("--seq-len");
+    shorter[at] = "512".to_owned();
+    let shorter = program.run(&shorter);
+    assert!(shorter.stderr.contains("another --seq-len: 1024 there, 512 here"), "{shorter:?}");
 
     let resumed = program.ok(&command("calibrate", "part.safetensors", &["--resume", "--format", "json"])).json();
     assert!(resumed["resumed_sequences"].as_u64().expect("a count") > 0);
@@ -187,4 +193,21 @@ fn what_an_earlier_run_calibrated_is_used_by_a_longer_one() {
     program.ok(&convert("whole", &["--sequences", "3"]));
     assert!(contents(&scratch.join("whole")) == contents(&scratch.join("bundle")));
     assert_eq!(names(scratch.path()), ["bundle", "ids.json", "whole"]);
+}
+
+#[test]
+fn there_may_be_nothing_to_resume() {
+    let scratch = Scratch::new();
+    let ids = scratch.write("ids.json", "[[1, 2, 3], [4, 5, 6], [7, 8, 9]]");
+    for (stage, out) in [("calibrate", "stats.safetensors"), ("convert", "bundle")] {
+        let command = args([&stage, &tiny(), &"--calib", &ids, &"--out", &out, &"--resume"]);
+        // A directory from which the sums were removed is none.
+        std::fs::create_dir(scratch.join("bundle.wush-work")).expect("made");
+        let run = wush(&scratch).ok(&command);
+        assert!(run.stderr.contains("resume     nothing is saved here"), "{run:?}");
+        let again = wush(&scratch).run(&command);
+        assert_eq!(again.code, Some(2), "{again:?}");
+        assert!(again.stderr.contains(&format!("{out}: exists already: that run is finished")), "{again:?}");
+        std::fs::remove_dir(scratch.join("bundle.wush-work")).ok();
+    }
 }

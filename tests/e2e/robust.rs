@@ -209,6 +209,15 @@ fn what_is_not_ours_in_the_work_directorys_place_is_left_alone() {
     assert!(run.stderr.contains("hint: remove ") && run.stderr.contains("to start over"), "{run:?}");
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn an_output_that_cannot_be_made_is_named_as_it_was_typed() {
+    let scratch = Scratch::new();
+    let run = wush(&scratch).run(&on_tiny(&scratch, "convert", &tiny(), &["--out", "/proc/bundle"]));
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("/proc/bundle: cannot create") && !run.stderr.contains("wush-partial"), "{run:?}");
+}
+
 /// The limit stands in for a full disk, and for a user's `ulimit -f`.
 #[cfg(unix)]
 #[test]

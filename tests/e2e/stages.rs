@@ -5,7 +5,7 @@ use std::fs;
 use safetensors::SafeTensors;
 use wush_tests::{Scratch, contents, fixture, names};
 
-use crate::common::{args, assert_schema, on_demo, on_tiny, tiny, token_ids, wush};
+use crate::common::{args, assert_schema, model, on_demo, on_tiny, text, tiny, token_ids, wush};
 
 /// Sums of the same f64 terms in two orders: each addition errs by at most 2^-53 of a partial sum, and there are a few
 /// hundred.
@@ -144,6 +144,35 @@ fn a_fold_refuses_transforms_of_another_model() {
     assert_eq!(run.code, Some(2), "{run:?}");
     assert!(run.stderr.contains("belong to model"), "{run:?}");
     assert!(!names(scratch.path()).iter().any(|name| name.contains("bundle")), "{:?}", names(scratch.path()));
+}
+
+#[test]
+fn a_fold_reads_as_much_text_as_it_checks() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let calibrate = args([&"calibrate", &model(), &"--calib", &text(), &"--out", &"stats.safetensors"]);
+    program.ok(&[&calibrate[..], &["--sequences", "1", "--seq-len", "128"].map(str::to_owned)].concat());
+    program.ok(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
+    // 3 sequences of 128 tokens are there, but not two of the model's 4096.
+    let long = std::fs::read_to_string(text()).expect("text");
+    let part = scratch.write("part.txt", &long[..2400]);
+    let fold = args([&"fold", &model(), &"transforms.safetensors", &"--calib", &part, &"--out", &"bundle"]);
+    let run = program.ok(&[&fold[..], &["--format", "json"].map(str::to_owned)].concat());
+    assert_eq!(run.json()["equivalence"]["tokens"], 2 * 127);
+    assert_eq!(run.json()["verify_text"], "part.txt");
+    assert!(run.stderr.contains("verify     part.txt: 2 sequences"), "{run:?}");
+
+    let without = args([&"fold", &model(), &"transforms.safetensors", &"--out", &"other", &"--seq-len", &"64"]);
+    let refused = program.run(&without);
+    assert!(refused.code == Some(2) && refused.stderr.contains("--calib"), "{refused:?}");
+}
+
+#[test]
+fn a_check_on_fewer_sequences_says_so() {
+    let scratch = Scratch::new();
+    let command = on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle", "--verify-sequences", "5"]);
+    let run = wush(&scratch).ok(&command);
+    assert!(run.stdout.contains("equivalence was checked on 4 sequences: there are no 5"), "{run:?}");
 }
 
 #[test]

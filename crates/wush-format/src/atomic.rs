@@ -48,7 +48,7 @@ impl AtomicFile {
     /// `Io`, `Busy`.
     pub fn create(target: &Path) -> Result<Self> {
         let path = temporary_path(target)?;
-        let io = |e| FormatError::io(&path, "create", e);
+        let io = |e| FormatError::io(target, "create", e);
         loop {
             refuse_symlink(&path)?;
             // Not truncated: before the lock is held, the file may be another run's.
@@ -107,9 +107,10 @@ impl StagedDir {
                     remove_leftover(&path, target)?;
                     continue;
                 }
-                Err(e) => return Err(FormatError::io(path, "create", e)),
+                // The target, which the user knows, and not the name inside.
+                Err(e) => return Err(FormatError::io(target, "create", e)),
             }
-            let lock_file = File::open(&path).map_err(|e| FormatError::io(&path, "open", e))?;
+            let lock_file = File::open(&path).map_err(|e| FormatError::io(target, "create", e))?;
             lock(&lock_file, target)?;
             if is_still_at(&lock_file, &path) {
                 return Ok(Self { temporary: Temporary(path), target: target.to_owned(), lock: lock_file });

@@ -10,6 +10,9 @@ pub type Result<T, E = FormatError> = std::result::Result<T, E>;
 /// Longest detail of a message, in characters; parsers repeat what they found, and that may be the whole file.
 const MAX_DETAIL_CHARS: usize = 600;
 
+/// Actions of [`FormatError::Io`] that make something.
+const WRITING: [&str; 5] = ["create", "write", "write into", "rename", "rename to"];
+
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -103,11 +106,14 @@ impl FormatError {
             ReadOnlyFilesystem, StorageFull,
         };
         let hint = match self {
-            Self::Io { source, .. } => match source.kind() {
+            Self::Io { source, action, .. } => match source.kind() {
                 StorageFull | QuotaExceeded => "free some space, or write to another disk",
                 FileTooLarge => "lift the limit on file sizes (ulimit -f), or write to another disk",
                 InvalidFilename => "choose a shorter name, without special characters",
-                NotFound | NotADirectory => "check the path; a directory to write into must exist already",
+                NotFound | NotADirectory if WRITING.contains(action) => {
+                    "check the path; a directory to write into must exist already"
+                }
+                NotFound | NotADirectory => "check the path: nothing is there",
                 PermissionDenied => "check who owns the path and its permissions",
                 ReadOnlyFilesystem => "write to another disk",
                 _ => return None,

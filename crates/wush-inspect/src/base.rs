@@ -39,6 +39,11 @@ pub(crate) struct Comparison<'a> {
 impl Comparison<'_> {
     /// All comparisons with the base.
     pub(crate) fn run(&self, report: &mut Report) -> Result<()> {
+        if let Some(difference) = other_model(&self.base.spec, self.spec) {
+            // Whatever else differs follows from that.
+            report.check("same model", false, format!("the base is another model: {difference}"));
+            return Ok(());
+        }
         let (new, old) = (self.checkpoint, &self.base.checkpoint);
         let folded = folded_rows(&self.base.spec);
         report.check_result("names and shapes", check_names(new, old, &folded));
@@ -129,6 +134,19 @@ impl Comparison<'_> {
         self.monitor.end();
         found
     }
+}
+
+/// What tells at a glance that two decoders have nothing to do with each other; none where their shapes are the same.
+pub(crate) fn other_model(base: &ModelSpec, spec: &ModelSpec) -> Option<String> {
+    let shape = |spec: &ModelSpec| {
+        let heads = spec.layers.iter().map(|layer| [layer.attn.n_heads, layer.attn.n_kv_heads, layer.attn.head_dim]);
+        (spec.family, spec.hidden_size, spec.vocab_size, heads.collect::<Vec<_>>())
+    };
+    let named = |spec: &ModelSpec| {
+        let (layers, hidden) = (count(spec.layers.len(), "layer"), spec.hidden_size);
+        format!("{} of {layers}, {hidden} wide, with {} tokens", spec.family, spec.vocab_size)
+    };
+    (shape(base) != shape(spec)).then(|| format!("{}, and this is {}", named(base), named(spec)))
 }
 
 /// What was found of one head.

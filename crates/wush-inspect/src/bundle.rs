@@ -13,7 +13,7 @@ use wush_model::arch;
 use wush_model::spec::ModelSpec;
 use wush_transform::Role;
 
-use crate::base::Comparison;
+use crate::base::{Comparison, other_model};
 use crate::inspect::Base;
 use crate::number::{count, digest, shown};
 use crate::report::{Kind, Report};
@@ -72,7 +72,9 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     let model = Model { spec: &spec, hash: Some(hash) };
     let values = check_sidecars(&mut report, &wush, model, manifest.as_ref());
     if let Some(base) = base {
-        check_source(&mut report, manifest.as_ref(), base, monitor)?;
+        if other_model(&base.spec, &spec).is_none() {
+            check_source(&mut report, manifest.as_ref(), base, monitor)?;
+        }
         let (checkpoint, manifest, roundings) = (&checkpoint, manifest.as_ref(), Roundings::One);
         Comparison { checkpoint, spec: &spec, manifest, values: values.as_ref(), roundings, base, monitor }
             .run(&mut report)?;
@@ -178,7 +180,10 @@ pub(crate) fn check_calibration(report: &mut Report, tokens: u64, head_dim: usiz
         format!("at least {WISE_TOKENS_PER_DIMENSION} a dimension")
     };
     let detail = format!("{} for a head dimension of {head_dim}, {advice}", count(tokens as usize, "token"));
-    report.check("enough calibration", tokens >= needed, detail);
+    match tokens {
+        few if (needed..wise).contains(&few) => report.warn("enough calibration", detail),
+        _ => report.check("enough calibration", tokens >= needed, detail),
+    }
 }
 
 /// What the manifest says of the equivalence check.
@@ -186,12 +191,11 @@ fn check_equivalence(report: &mut Report, manifest: &Manifest, with_base: bool) 
     if let Some(equivalence) = &manifest.equivalence {
         return manifest::check_equivalence(report, equivalence);
     }
-    let instead = if with_base {
-        "the comparison of the weights with the base decides"
-    } else {
-        "inspect with --base proves the fold"
-    };
-    report.check("equivalence", true, format!("not checked when the bundle was made; {instead}"));
+    let detail = |instead: &str| format!("not checked when the bundle was made; {instead}");
+    match with_base {
+        true => report.check("equivalence", true, detail("the comparison of the weights with the base decides")),
+        false => report.warn("equivalence", detail("inspect with --base proves the fold")),
+    }
 }
 
 /// The checkpoint's spec, or a failed check.
@@ -276,7 +280,7 @@ fn check_source(report: &mut Report, manifest: Option<&Manifest>, base: &Base, m
     let detail = if found == expected {
         format!("model hash {}", digest(&found))
     } else {
-        format!("the manifest says {}, the base is {}", digest(&expected), digest(&found))
+        format!("the base has other weights: the manifest says {}, it is {}", digest(&expected), digest(&found))
     };
     report.check("base is the source", found == expected, detail);
     report.check_result("files of the source", manifest::check_base_files(manifest, &files));

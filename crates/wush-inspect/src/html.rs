@@ -1,9 +1,9 @@
 //! A report as one HTML page: no script, no font, no picture from elsewhere; light or dark as the reader's system is.
 
 use crate::number::{count, digest};
-use crate::report::{Kind, Report, Verdict};
+use crate::report::{Kind, Report, State, Verdict};
 use crate::svg::{HeatMap, heat_map};
-use crate::text::{key_condition, layer_rows, layers_title, value_condition};
+use crate::text::{key_condition, layer_rows, layers_title, noted, value_condition};
 
 /// The maps in order of the page.
 const MAPS: &[HeatMap] = &[
@@ -110,8 +110,8 @@ pub fn to_html(report: &Report) -> String {
 
 fn header(report: &Report) -> String {
     let (class, word) = match report.verdict {
-        Verdict::Ok => ("ok", "ok"),
-        Verdict::Failed => ("bad", "failed"),
+        Verdict::Ok => ("ok", format!("ok{}", noted(report))),
+        Verdict::Failed => ("bad", "failed".to_owned()),
     };
     let n_failed = report.checks.iter().filter(|check| !check.ok).count();
     let summary = match n_failed {
@@ -141,7 +141,11 @@ fn facts(report: &Report) -> String {
 
 fn checks(report: &Report) -> String {
     let row = |check: &crate::Check| {
-        let (class, mark) = if check.ok { ("ok", "✓ ok") } else { ("bad", "✗ failed") };
+        let (class, mark) = match report.state(check) {
+            State::Ok => ("ok", "✓ ok"),
+            State::Noted => ("warn", "! note"),
+            State::Failed => ("bad", "✗ failed"),
+        };
         format!(
             "<tr class=\"{class}\"><td>{mark}</td><th scope=\"row\">{}</th><td>{}</td></tr>",
             escape(&check.name),
@@ -185,8 +189,8 @@ fn escape(text: &str) -> String {
 }
 
 const STYLE: &str = "\
-:root{color-scheme:light dark;--bg:#fbfbfd;--card:#fff;--ink:#1c1e26;--dim:#646b7a;--line:#e3e5ec;--ok:#14794a;--bad:#b3261e}\
-@media(prefers-color-scheme:dark){:root{--bg:#14161c;--card:#1b1e26;--ink:#e8eaf0;--dim:#9aa1b2;--line:#2d313d;--ok:#5fd39b;--bad:#ff8a80}}\
+:root{color-scheme:light dark;--bg:#fbfbfd;--card:#fff;--ink:#1c1e26;--dim:#646b7a;--line:#e3e5ec;--ok:#14794a;--warn:#8a6100;--bad:#b3261e}\
+@media(prefers-color-scheme:dark){:root{--bg:#14161c;--card:#1b1e26;--ink:#e8eaf0;--dim:#9aa1b2;--line:#2d313d;--ok:#5fd39b;--warn:#e8c15a;--bad:#ff8a80}}\
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}\
 main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}h1{font-size:26px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 12px}\
 p{margin:0}code,dd{font-family:ui-monospace,monospace;font-size:13px;overflow-wrap:anywhere}\
@@ -200,7 +204,7 @@ table{border-collapse:collapse;width:100%}td,th{padding:8px 14px;text-align:left
 tr:first-child td,tr:first-child th{border-top:0}.checks td:first-child{white-space:nowrap;font-weight:600}.checks td:last-child{color:var(--dim);overflow-wrap:anywhere}\
 .checks th{min-width:8em}.note{color:var(--dim);font-size:13px;margin-bottom:10px}\
 .numbers td,.numbers th{padding:4px 12px;text-align:right;white-space:nowrap;font-size:13px;font-variant-numeric:tabular-nums}.numbers th{color:var(--dim)}\
-tr.ok td:first-child{color:var(--ok)}tr.bad td{color:var(--bad)}\
+tr.ok td:first-child{color:var(--ok)}tr.warn td:first-child{color:var(--warn)}tr.bad td{color:var(--bad)}\
 .maps{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:18px}\
 figure{margin:0;padding:16px 18px;background:var(--card);border:1px solid var(--line);border-radius:12px}\
 figcaption b{display:block}figcaption span{display:block;color:var(--dim);font-size:13px;margin-bottom:10px}\

@@ -20,6 +20,8 @@ pub struct Report {
     pub verdict: Verdict,
     /// In the order in which they were made.
     pub checks: Vec<Check>,
+    /// Checks that passed and yet leave something to know, each as "name: detail".
+    pub notes: Vec<String>,
     /// Name and value, in an order for reading.
     pub facts: Vec<Fact>,
     /// Hash over the weights that it is, or belongs to.
@@ -82,6 +84,22 @@ pub struct Check {
     pub ok: bool,
     /// What was expected and what was found.
     pub detail: String,
+}
+
+impl Check {
+    /// As [`Report::notes`] repeats it.
+    fn note(&self) -> String {
+        format!("{}: {}", self.name, self.detail)
+    }
+}
+
+/// How a check ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Ok,
+    /// Passed, with something to know.
+    Noted,
+    Failed,
 }
 
 /// One fact about what was inspected.
@@ -150,6 +168,7 @@ impl Report {
             kind,
             verdict: Verdict::Ok,
             checks: Vec::new(),
+            notes: Vec::new(),
             facts: Vec::new(),
             model_hash: None,
             calibrated_length: None,
@@ -165,6 +184,21 @@ impl Report {
         }
         let detail = printable(&detail.into()).into_owned();
         self.checks.push(Check { name: name.to_owned(), ok, detail });
+    }
+
+    /// Adds a check that passed and leaves something to know.
+    pub(crate) fn warn(&mut self, name: &str, detail: impl Into<String>) {
+        self.check(name, true, detail);
+        self.notes.extend(self.checks.last().map(Check::note));
+    }
+
+    /// What a check says in a word: "ok", "note" or "FAILED".
+    pub(crate) fn state(&self, check: &Check) -> State {
+        match check.ok {
+            false => State::Failed,
+            true if self.notes.contains(&check.note()) => State::Noted,
+            true => State::Ok,
+        }
     }
 
     /// Adds a check that passes with one text or fails with another.

@@ -176,9 +176,16 @@ fn check_base(report: &mut Report, statistics: &Statistics, base: &Base) {
     let detail = if same {
         format!("{}, {}", spec.family, count(spec.layers.len(), "layer"))
     } else {
-        format!("family, layers or heads are not the base's ({}, {})", spec.family, count(spec.layers.len(), "layer"))
+        format!(
+            "the base is another model: family, layers or heads are not its ({}, {})",
+            spec.family,
+            count(spec.layers.len(), "layer")
+        )
     };
     report.check("same model", same, detail);
+    if !same {
+        return;
+    }
     let result = match output_gram_difference(&base.checkpoint, spec, statistics) {
         Ok(None) => Ok("those of the base's output projections".to_owned()),
         Ok(Some((layer, head))) => {

@@ -1,7 +1,7 @@
 //! A report as text for a terminal: facts, checks, one line a layer, the worst heads, the verdict last.
 
 use crate::number::{count, shown, worse};
-use crate::report::{HeadAudit, Kind, LayerAudit, Report, Verdict};
+use crate::report::{HeadAudit, Kind, LayerAudit, Report, State, Verdict};
 
 /// Heads named under "worst heads".
 const WORST: usize = 3;
@@ -18,7 +18,12 @@ pub fn to_text(report: &Report) -> String {
         out.push_str(&format!("\n{}", table(&facts, &[])));
     }
     let check = |check: &crate::Check| {
-        vec![if check.ok { "ok" } else { "FAILED" }.to_owned(), check.name.clone(), check.detail.clone()]
+        let state = match report.state(check) {
+            State::Ok => "ok",
+            State::Noted => "note",
+            State::Failed => "FAILED",
+        };
+        vec![state.to_owned(), check.name.clone(), check.detail.clone()]
     };
     let checks: Vec<_> = report.checks.iter().map(check).collect();
     out.push_str(&section("Checks", &table(&checks, &[])));
@@ -36,7 +41,7 @@ fn section(title: &str, body: &str) -> String {
 fn verdict(report: &Report) -> String {
     let failed: Vec<&str> = report.checks.iter().filter(|check| !check.ok).map(|check| check.name.as_str()).collect();
     match report.verdict {
-        Verdict::Ok => format!("\nVerdict: ok ({} passed)\n", count(report.checks.len(), "check")),
+        Verdict::Ok => format!("\nVerdict: ok{} ({} passed)\n", noted(report), count(report.checks.len(), "check")),
         Verdict::Failed => format!(
             "\nVerdict: FAILED ({} of {}: {})\n",
             failed.len(),
@@ -44,6 +49,11 @@ fn verdict(report: &Report) -> String {
             failed.join(", ")
         ),
     }
+}
+
+/// ", 1 warning" after an "ok" that has some.
+pub(crate) fn noted(report: &Report) -> String {
+    if report.notes.is_empty() { String::new() } else { format!(", {}", count(report.notes.len(), "warning")) }
 }
 
 pub(crate) fn layers_title(report: &Report) -> &'static str {

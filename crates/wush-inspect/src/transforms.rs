@@ -101,7 +101,8 @@ fn check_shapes(report: &mut Report, transforms: &Transforms, base: &Base) {
         (layer, shape, shape)
     });
     let same = found.eq(expected);
-    let detail = if same { "layers and heads as the base's" } else { "layers or heads are not the base's" };
+    let detail =
+        if same { "layers and heads as the base's" } else { "the base is another model: layers or heads are not its" };
     report.check("same model", same, detail);
 }
 

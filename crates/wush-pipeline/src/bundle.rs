@@ -20,7 +20,7 @@ use crate::error::InStage;
 use crate::model::{HeadShape, Model};
 use crate::notes;
 use crate::plan::FoldPlan;
-use crate::report::{ConvertReport, ModelInfo, Verdict, WrittenDir};
+use crate::report::{ConvertReport, Gain, ModelInfo, Verdict, WrittenDir};
 use crate::request::Environment;
 use crate::solve::solve_record;
 use crate::verify::{Check, Side, verify};
@@ -182,10 +182,12 @@ fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport
         device: plan.model.device.name().to_owned(),
         calibration: manifest.calibration,
         solve: manifest.solve,
+        gain: Gain::of(&manifest.layers),
         layers: manifest.layers,
         fold: manifest.fold,
         folded_dtype: plan.folded_dtype(),
         equivalence: manifest.equivalence,
+        verify_text: plan.verify.as_ref().ok().map(|verify| verify.source.clone()),
         notes,
         out,
         memory: plan.memory,

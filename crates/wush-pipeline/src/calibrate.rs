@@ -21,6 +21,13 @@ use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
 use crate::request::{CalibrateRequest, Environment};
 use crate::{PipelineError, Result};
 
+/// How long a group of sequences should run, where they are short enough: a stop or a kill loses no more than that.
+const GROUP_TIME: Duration = Duration::from_secs(60);
+
+/// Tokens of the first group, which tells how fast this machine is, and of the smallest later one. Each group reads all
+/// weights once, which is little beside a pass of so many tokens.
+const LEAST_GROUP_TOKENS: usize = 2048;
+
 /// A save is worth while once the work since the last one took this many times as long as a save does: saving then costs
 /// at most a twentieth of the time, and a killed run loses seconds and the group that it was in.
 const WORK_PER_SAVE: u32 = 20;
@@ -34,6 +41,9 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
     plan.announce(env.monitor);
     let clock = Instant::now();
     let partial = plan.out.partial();
+    if request.resume && partial.symlink_metadata().is_err() {
+        env.monitor.note(NOTHING_TO_RESUME);
+    }
     let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor);
     let done = done.in_stage("calibrate").map_err(|e| e.resumable(&partial))?;
     let written = done.statistics.save(plan.out.staged()).map_err(|e| PipelineError::from(e).resumable(&partial))?;
@@ -51,6 +61,9 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
         seconds: clock.elapsed().as_secs_f64(),
     })
 }
+
+/// Said when a run is to be resumed that was never begun, or that saved nothing.
+pub(crate) const NOTHING_TO_RESUME: &str = "resume     nothing is saved here: this run begins with the first sequence";
 
 /// Statistics over all sequences of a plan.
 pub(crate) struct Accumulated {
@@ -79,13 +92,17 @@ pub(crate) fn accumulate(
     monitor.begin("calibrate", "tokens", n_tokens(left));
     let mut saver = Saver::new(partial, resumed_sequences);
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
-    for group in groups(left, GROUP_TOKENS) {
-        let sequences = &left[group.clone()];
+    let (mut at, mut n_group_tokens) = (0, LEAST_GROUP_TOKENS);
+    while let Some(group) = groups(&left[at..], n_group_tokens).next() {
+        let sequences = &left[at..][group];
+        let start = Instant::now();
         let mut accumulator = Accumulator::new(&mut statistics, sequences);
         let kept = Kept { done: saver.n_saved, total: plan.sequences.len() };
         decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_kept(e.into(), kept))?;
         accumulator.finish()?;
-        if group.end < left.len() {
+        n_group_tokens = tokens_in_time(n_tokens(sequences), start.elapsed());
+        at += sequences.len();
+        if at < left.len() {
             saver.save_if_due(&statistics)?;
         }
     }
@@ -93,12 +110,20 @@ pub(crate) fn accumulate(
     Ok(Accumulated { statistics, resumed_sequences })
 }
 
+/// Tokens of a group that runs for [`GROUP_TIME`], after `n_tokens` took `elapsed`.
+fn tokens_in_time(n_tokens: u64, elapsed: Duration) -> usize {
+    let ratio = GROUP_TIME.as_secs_f64() / elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+    // Beyond the largest integer the cast saturates.
+    ((n_tokens as f64 * ratio) as usize).clamp(LEAST_GROUP_TOKENS, GROUP_TOKENS)
+}
+
 /// The statistics to go on from: those of the partial file, else empty ones with the part that needs no text.
 fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statistics> {
     if partial.symlink_metadata().is_ok() {
         let statistics = load_saved(partial)?;
         if !is_prefix(&statistics.info, plan) {
-            return Err(PipelineError::OtherPlan { path: partial.to_owned() });
+            let difference = difference(&statistics.info, plan);
+            return Err(PipelineError::OtherPlan { path: partial.to_owned(), difference });
         }
         return Ok(statistics);
     }
@@ -129,6 +154,28 @@ pub(crate) fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
         ..plan.info.clone()
     };
     *found == expected
+}
+
+/// What keeps `found` from being the start of `plan`, as "--seq-len: 1024 there, 512 here".
+pub(crate) fn difference(found: &StatsInfo, plan: &CalibrationPlan) -> String {
+    let done = found.sequence_hashes.len();
+    let here = &plan.info;
+    let longest = plan.sequences.iter().take(done).map(|ids| ids.len() as u64).max().unwrap_or(0);
+    let differs =
+        |what: &str, there: &str, here: &str| (there != here).then(|| format!("{what}: {there} there, {here} here"));
+    let scaling = |info: &StatsInfo| info.rope_scaling.clone().unwrap_or_else(|| "none".to_owned());
+    let model = |info: &StatsInfo| format!("{} ({}…)", info.model_id, &info.model_hash.to_string()[..8]);
+    let at_least = format!("at least {done}");
+    let sequences = (done > plan.sequences.len())
+        .then(|| format!("number of --sequences: {at_least} there, {} here", plan.sequences.len()));
+    differs("model", &model(found), &model(here))
+        .or_else(|| differs("--rope-scaling", &scaling(found), &scaling(here)))
+        .or_else(|| differs("version of wush", &found.tool, &here.tool))
+        .or_else(|| differs("device", &found.device, &here.device))
+        .or_else(|| differs("text", &found.source, &here.source))
+        .or(sequences)
+        .or_else(|| differs("--seq-len", &found.max_seq_len.to_string(), &longest.to_string()))
+        .unwrap_or_else(|| format!("text: the sequences of {} are not the same, or in another order", here.source))
 }
 
 /// Saves partial sums often enough, and not more.
@@ -174,5 +221,17 @@ pub(crate) fn calibration_of(info: &StatsInfo) -> Calibration {
         rope_scaling: info.rope_scaling.clone(),
         device: info.device.clone(),
         compute: info.compute.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_run_for_a_minute_within_their_bounds() {
+        assert_eq!(tokens_in_time(2048, Duration::from_secs(30)), 4096);
+        assert_eq!(tokens_in_time(2048, Duration::ZERO), GROUP_TOKENS);
+        assert_eq!(tokens_in_time(32_768, Duration::from_secs(3600)), LEAST_GROUP_TOKENS);
     }
 }

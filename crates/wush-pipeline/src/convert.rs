@@ -10,12 +10,13 @@ use wush_format::monitor::Monitor;
 use wush_format::transforms::Transforms;
 use wush_stats::Statistics;
 
-use crate::calibrate::{accumulate, is_prefix, load_saved, with_kept};
+use crate::calibrate::{NOTHING_TO_RESUME, accumulate, difference, is_prefix, load_saved, with_kept};
 use crate::error::{InStage, Kept, TRANSFORMS};
 use crate::model::Model;
+use crate::notes::try_again;
 use crate::paths::require_kind;
 use crate::plan::{CalibrationPlan, ConvertPlan, FoldPlan};
-use crate::report::ConvertReport;
+use crate::report::{ConvertReport, Verdict};
 use crate::request::{ConvertRequest, Environment, FoldRequest};
 use crate::solve::{solve_statistics, solve_without_statistics};
 use crate::work::WorkDir;
@@ -24,7 +25,7 @@ use crate::{PipelineError, Result, bundle};
 /// `wush convert`: checkpoint and calibration text to a bundle.
 ///
 /// The bundle appears under its name only when it is whole and passed its check. The statistics are kept beside it until
-/// then, so an interrupted run is continued with `resume` and gives the same bytes.
+/// then, and after a failed check, so an interrupted run is continued with `resume` and gives the same bytes.
 ///
 /// # Errors
 /// Whatever cannot be read or would be overwritten; what a stage refuses, with its name; `Interrupted`.
@@ -32,11 +33,17 @@ pub fn convert(request: &ConvertRequest, env: &Environment<'_>) -> Result<Conver
     let plan = ConvertPlan::new(request, env)?;
     plan.announce(env.monitor);
     let clock = Instant::now();
+    if request.resume && plan.calibration.is_some() && !plan.work.is_begun() {
+        env.monitor.note(NOTHING_TO_RESUME);
+    }
     let transforms = solve(&plan, env.monitor)?;
     let ConvertPlan { fold, calibration, work, .. } = plan;
-    let report =
+    let mut report =
         bundle::build(fold, &transforms, env).map_err(|e| calibrated_before(e, calibration.as_ref(), &work))?;
-    work.discard(env.monitor);
+    match report.verdict {
+        Verdict::Ok => work.discard(env.monitor),
+        Verdict::Failed => report.notes.push(try_again(work.is_begun())),
+    }
     Ok(ConvertReport { seconds: clock.elapsed().as_secs_f64(), ..report })
 }
 
@@ -46,10 +53,14 @@ pub fn convert(request: &ConvertRequest, env: &Environment<'_>) -> Result<Conver
 /// As [`convert`]; transforms of another model.
 pub fn fold(request: &FoldRequest, env: &Environment<'_>) -> Result<ConvertReport> {
     require_kind(&request.transforms, TRANSFORMS)?;
-    let plan = FoldPlan::new(request, env)?;
-    let clock = Instant::now();
     let transforms = Transforms::load(&request.transforms)?;
-    let report = bundle::build(plan, &transforms, env)?;
+    let plan = FoldPlan::new(request, transforms.calibration.as_ref(), env)?;
+    plan.announce(env.monitor);
+    let clock = Instant::now();
+    let mut report = bundle::build(plan, &transforms, env)?;
+    if report.verdict == Verdict::Failed {
+        report.notes.push(try_again(false));
+    }
     Ok(ConvertReport { seconds: clock.elapsed().as_secs_f64(), ..report })
 }
 
@@ -89,7 +100,10 @@ fn calibrated(
             return Ok((statistics, hash_file(&path)?.0));
         }
         if !is_prefix(&statistics.info, plan) {
-            return Err(PipelineError::OtherPlan { path });
+            return Err(PipelineError::OtherPlan {
+                path: work.path().to_owned(),
+                difference: difference(&statistics.info, plan),
+            });
         }
         // More sequences than last time: what was whole is a part now.
         std::fs::rename(&path, &partial).map_err(|e| FormatError::io(&path, "rename", e))?;

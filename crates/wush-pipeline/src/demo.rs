@@ -7,8 +7,9 @@ use wush_fold::FoldDtype;
 use wush_format::FormatError;
 use wush_format::atomic::{StagedDir, write_file};
 
+use crate::paths::require_absent;
 use crate::plan::{DEFAULT_DAMPING, DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
-use crate::report::DemoReport;
+use crate::report::{Again, DemoReport};
 use crate::request::{
     CalibrationRequest, ConvertRequest, DemoRequest, DeviceChoice, Environment, InspectRequest, ModelRequest, Preset,
     SolveSettings, VerifySettings,
@@ -29,14 +30,16 @@ const SEQ_LEN: usize = 1024;
 /// `wush demo`: unpacks the model, converts it and inspects the bundle. The directory appears once all of it is there.
 ///
 /// # Errors
-/// `Exists` when the directory is there already; `Io`; `Interrupted`.
+/// `OutputExists` when the directory is there already; `Io`; `Interrupted`.
 pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> {
+    require_absent(&request.out)?;
     let staged = StagedDir::create(&request.out)?;
     let model = staged.path().join(MODEL);
     unpack(request.files, &model)?;
     let bundle = staged.path().join(BUNDLE);
     let mut convert = convert(&convert_request(&model, bundle.clone())?, env).map_err(from_the_start)?;
-    let audit = InspectRequest { path: PathBuf::from(&convert.out.path), base: Some(model.display().to_string()) };
+    let audit =
+        InspectRequest { path: PathBuf::from(&convert.out.path), base: Some(model.display().to_string()), html: None };
     let mut inspect = inspect(&audit, env)?;
     let shown = |staged_path: &str| match Path::new(staged_path).strip_prefix(staged.path()) {
         Ok(inner) => request.out.join(inner).display().to_string(),
@@ -47,7 +50,8 @@ pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> 
     inspect.path = shown(&inspect.path);
     inspect.base = inspect.base.as_deref().map(shown);
     staged.commit()?;
-    Ok(DemoReport { convert, inspect })
+    let text = request.out.join(MODEL).join(TEXT).display().to_string();
+    Ok(DemoReport { convert, inspect, again: Again { text, sequences: SEQUENCES, seq_len: SEQ_LEN } })
 }
 
 /// A tour that was stopped leaves nothing to continue.

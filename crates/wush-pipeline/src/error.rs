@@ -19,9 +19,13 @@ use crate::plan::DEFAULT_DAMPING;
 pub type Result<T, E = PipelineError> = std::result::Result<T, E>;
 
 /// What messages call a statistics file.
-pub(crate) const STATISTICS: &str = "statistics";
+pub(crate) const STATISTICS: &str = "statistics file";
 /// What messages call a transforms file.
-pub(crate) const TRANSFORMS: &str = "transforms";
+pub(crate) const TRANSFORMS: &str = "transforms file";
+/// What messages call a model's or a bundle's directory where a file is needed.
+pub(crate) const CHECKPOINT: &str = "checkpoint";
+/// What messages call any other directory where a file is needed.
+pub(crate) const DIRECTORY: &str = "directory";
 
 /// Work that an interrupted run saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,8 +89,8 @@ pub enum PipelineError {
         /// What it was.
         found: String,
     },
-    /// The backend asked for is not in this build.
-    #[error("--device {device}: this build has no CUDA backend")]
+    /// The backend asked for is not in this version.
+    #[error("--device {device}: this version has no CUDA backend")]
     NoCuda {
         /// As asked for.
         device: String,
@@ -111,11 +115,19 @@ pub enum PipelineError {
         /// The partial file or work directory.
         path: PathBuf,
     },
-    /// Work of an earlier run that was planned differently.
-    #[error("{path}: was begun with another model, other sequences or other settings than this run's")]
-    OtherPlan {
-        /// The partial file.
+    /// A run to be resumed whose output is there, whole.
+    #[error("{path}: exists already: that run is finished, and nothing is left to resume")]
+    Finished {
+        /// The output.
         path: PathBuf,
+    },
+    /// Work of an earlier run that was planned differently.
+    #[error("{path}: was begun with another {difference}")]
+    OtherPlan {
+        /// The partial file or work directory.
+        path: PathBuf,
+        /// What differs, "--seq-len: 1024 there, 512 here".
+        difference: String,
     },
     /// Something at the work directory's place that no run of wush put there.
     #[error("{path}: expected nothing or the work of an earlier run, found {found}")]
@@ -147,15 +159,29 @@ pub enum PipelineError {
         /// The partial file or work directory.
         kept: PathBuf,
     },
-    /// A file of wush of another kind than the command takes.
-    #[error("{path}: is a {found} file, not a {expected} file")]
+    /// Something else than the file of wush that the command takes.
+    #[error("{path}: is a {found}, not a {expected}")]
     OtherKind {
-        /// The file.
+        /// The file or directory.
         path: PathBuf,
-        /// "statistics" or "transforms".
+        /// [`STATISTICS`] or [`TRANSFORMS`].
         expected: &'static str,
-        /// Likewise.
+        /// One of these, [`CHECKPOINT`] or [`DIRECTORY`].
         found: &'static str,
+    },
+    /// A model that is no directory, and that the hub did not give either.
+    #[error("there is no directory {argument}; taken as a hub id: {source}")]
+    NoSuchModel {
+        /// As typed.
+        argument: String,
+        /// The hub's answer.
+        source: CheckpointError,
+    },
+    /// A bundle that must lie on this machine, and does not.
+    #[error("{path}: there is no such directory")]
+    NoDirectory {
+        /// As typed.
+        path: PathBuf,
     },
     /// A bundle where an unconverted checkpoint is needed.
     #[error("{path}: is a bundle already: its values are in transformed coordinates")]
@@ -238,15 +264,19 @@ impl PipelineError {
             Self::Solve { source, .. } => source.hint(),
             // The message says what is expected.
             Self::Option { .. } => None,
-            Self::NoCuda { .. } => own("use --device cpu, or leave it out"),
-            Self::OutputExists { .. } => own("remove it, or choose another output path"),
+            Self::NoCuda { .. } => own("this version computes on the CPU only: use --device cpu, or leave it out"),
+            Self::OutputExists { path } if is_failed_bundle(path) => {
+                own("it is a bundle that failed its check: remove it, or choose another --out")
+            }
+            Self::OutputExists { .. } => own("remove it, or choose another --out"),
+            Self::Finished { .. } => own("use it as it is; to make it anew, remove it or choose another --out"),
             Self::OutputInsideSource { .. } => {
                 own("choose a path outside: a checkpoint's files are read and copied together")
             }
             Self::UnfinishedWork { path } => {
                 Some(format!("add --resume to continue it, or remove {} to start over", path.display()))
             }
-            Self::OtherPlan { path } => Some(format!(
+            Self::OtherPlan { path, .. } => Some(format!(
                 "repeat the first run's options (--sequences may grow), or remove {} to start over",
                 path.display()
             )),
@@ -254,18 +284,20 @@ impl PipelineError {
             Self::DamagedWork { path, .. } => Some(format!("remove {} to start over", path.display())),
             Self::ModelName { .. } => own("rename the directory"),
             Self::Resumable { source, kept } => Some(resumable_hint(source, kept)),
-            Self::OtherKind { found: STATISTICS, .. } => own("`wush solve` makes transforms of it"),
-            Self::OtherKind { .. } => {
-                own("`wush fold` puts transforms into a checkpoint; `wush calibrate` makes statistics")
-            }
+            Self::OtherKind { found, expected, .. } => own(way_to(expected, found)),
+            Self::NoSuchModel { source, .. } => source.hint(),
+            Self::NoDirectory { .. } => own(
+                "pass a bundle's directory on this machine; one on the hub is fetched with `hf download ID --local-dir DIR`",
+            ),
             Self::AlreadyFolded { .. } => own("pass the original checkpoint, or get it back with `wush unfold`"),
             Self::NotABundle { .. } => own("pass a directory that `wush convert` or `wush fold` wrote"),
             Self::UnknownTransform { .. } => None,
             Self::OtherModel { .. } => own("pass the checkpoint that the transforms were made from"),
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
-            Self::Interrupted { kept } => {
-                kept.filter(|kept| kept.done > 0).and(own("run the same command again with --resume to continue"))
-            }
+            Self::Interrupted { kept } => kept.as_ref().and_then(|kept| match kept.done {
+                0 => own(NOTHING_SAVED),
+                _ => own("run the same command again with --resume to continue"),
+            }),
             Self::Stage { source, .. } => source.hint(),
         }
     }
@@ -305,6 +337,26 @@ impl PipelineError {
     }
 }
 
+/// Why a stop has nothing to continue from.
+const NOTHING_SAVED: &str = "sums are saved between sequences, first after about 2048 tokens: nothing was yet; a smaller --seq-len is saved sooner";
+
+/// Whether `path` bears the name of a bundle that failed its check.
+pub(crate) fn is_failed_bundle(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "failed")
+}
+
+/// How to get what was expected from what was found.
+fn way_to(expected: &str, found: &str) -> &'static str {
+    match (expected, found) {
+        (_, STATISTICS) => "`wush solve` makes transforms of it",
+        (_, TRANSFORMS) => "`wush fold` puts transforms into a checkpoint; `wush calibrate` makes statistics",
+        (STATISTICS, CHECKPOINT) => "`wush calibrate` makes statistics of a checkpoint; `wush convert` does all stages",
+        (_, CHECKPOINT) => "`wush calibrate`, then `wush solve`, make transforms of a checkpoint",
+        (STATISTICS, _) => "pass a file that `wush calibrate` or `wush merge` wrote",
+        _ => "pass a file that `wush solve` wrote",
+    }
+}
+
 /// The remedy of `error`, and how to go on from the work in `kept`.
 fn resumable_hint(error: &PipelineError, kept: &Path) -> String {
     if let PipelineError::Solve { source: TransformError::Singular { damping, .. }, .. } = error.root() {
@@ -337,7 +389,7 @@ mod tests {
         assert_eq!(stop.to_string(), "interrupted: kept 16 of 24 sequences");
         assert!(stop.hint().expect("a way on").contains("--resume"));
         let stop = PipelineError::Interrupted { kept: Some(Kept { done: 0, total: 24 }) };
-        assert_eq!(stop.hint(), None, "there is nothing to continue");
+        assert!(stop.hint().expect("why").contains("nothing was yet"), "there is nothing to continue");
         let stop = PipelineError::Interrupted { kept: None };
         assert_eq!((stop.to_string().as_str(), stop.hint()), ("interrupted", None));
     }

@@ -1,5 +1,7 @@
 //! Numbers as people read them, the same in notes, reports, the model card and progress.
 
+use std::time::Duration;
+
 use wush_format::text::is_plain;
 
 /// Bytes in powers of ten, as `wush inspect` and disks count: "1.5 GB".
@@ -15,6 +17,17 @@ pub fn human_bytes(n_bytes: u64) -> String {
         0 => format!("{n_bytes} B"),
         1 | 2 => format!("{value:.1} {}", UNITS[unit]),
         _ => format!("{value:.2} {}", UNITS[unit]),
+    }
+}
+
+/// "0.4 s", "31 s", "2 min 05 s", "1 h 02 min": the one form of durations.
+pub fn human_time(time: Duration) -> String {
+    let seconds = time.as_secs();
+    match seconds {
+        0..10 => format!("{:.1} s", time.as_secs_f64()),
+        10..120 => format!("{seconds} s"),
+        120..3600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
+        _ => format!("{} h {:02} min", seconds / 3600, seconds % 3600 / 60),
     }
 }
 
@@ -56,6 +69,12 @@ mod tests {
     fn bytes_read_well() {
         assert_eq!([0, 999, 1000, 277_049_999].map(human_bytes), ["0 B", "999 B", "1.0 kB", "277.0 MB"]);
         assert_eq!([1_500_000_000, u64::MAX].map(human_bytes), ["1.50 GB", "18446744.07 TB"]);
+    }
+
+    #[test]
+    fn times_read_well() {
+        let texts = [0.44, 31.0, 125.0, 3720.0].map(|s| human_time(Duration::from_secs_f64(s)));
+        assert_eq!(texts, ["0.4 s", "31 s", "2 min 05 s", "1 h 02 min"]);
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use wush_checkpoint::Checkpoint;
-use wush_checkpoint::hub::resolve_model;
+use wush_checkpoint::hub::{HubProblem, ResolvedModel, resolve_model};
+use wush_checkpoint::{Checkpoint, CheckpointError};
 use wush_format::hash::Sha;
 use wush_format::json::shown;
 use wush_format::manifest::FileEntry;
@@ -48,7 +48,7 @@ impl Model {
     /// `NoCuda`, `ModelName`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
     pub fn resolve(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
         let device = Device::pick(&request.device)?;
-        let found = resolve_model(&request.model, &env.hub, env.monitor)?;
+        let found = find(&request.model, env)?;
         if !is_plain(&found.id) {
             return Err(PipelineError::ModelName { name: shown(&found.id) });
         }
@@ -96,6 +96,18 @@ impl Model {
     pub fn dir(&self) -> &Path {
         self.checkpoint.dir()
     }
+}
+
+/// A directory or a hub id, as [`resolve_model`] finds it.
+///
+/// # Errors
+/// Its own; `NoSuchModel` where a name was no directory and the hub did not give it.
+pub(crate) fn find(argument: &str, env: &Environment<'_>) -> Result<ResolvedModel> {
+    resolve_model(argument, &env.hub, env.monitor).map_err(|error| match error {
+        CheckpointError::Hub { problem: HubProblem::BadId { .. }, .. } => error.into(),
+        CheckpointError::Hub { .. } => PipelineError::NoSuchModel { argument: argument.to_owned(), source: error },
+        other => other.into(),
+    })
 }
 
 fn hash_shard(shard: &wush_checkpoint::Shard) -> Result<FileEntry> {

@@ -8,7 +8,7 @@ use wush_format::tensor_file::Dtype;
 
 use crate::human::counted;
 use crate::model::Model;
-use crate::plan::{FoldPlan, Unchecked};
+use crate::plan::{FoldPlan, Unchecked, VerifyPlan};
 use crate::solve::registry;
 use crate::verify::{folded_dtype, unit_roundoff};
 
@@ -42,7 +42,12 @@ pub(crate) fn of_bundle(plan: &FoldPlan, calibration: Option<&Calibration>, fold
     let unchecked = plan.verify.as_ref().err().map(|&reason| unchecked(reason));
     let lossy = lossy_fold(fold, folded_dtype(&model.checkpoint, &model.spec, plan.dtype));
     let left_out = left_out(&model.checkpoint.other_weights().unwrap_or_default());
-    [text, unchecked, lossy, left_out].into_iter().flatten().chain(serving(model, plan.dtype, calibration)).collect()
+    let fewer = plan.verify.as_ref().ok().and_then(fewer_checked);
+    [text, unchecked, fewer, lossy, left_out]
+        .into_iter()
+        .flatten()
+        .chain(serving(model, plan.dtype, calibration))
+        .collect()
 }
 
 /// The verdict of a bundle that did not run beside its source.
@@ -52,6 +57,27 @@ pub(crate) fn unchecked(reason: Unchecked) -> String {
          weights",
         reason.reason()
     )
+}
+
+/// An equivalence check on fewer sequences than were asked for.
+fn fewer_checked(plan: &VerifyPlan) -> Option<String> {
+    let (n, asked) = (plan.sequences.len(), plan.asked);
+    (n < asked).then(|| format!("equivalence was checked on {}: there are no {asked}", counted(n as u64, "sequence")))
+}
+
+/// What to do after a failed equivalence check.
+pub(crate) fn try_again(keeps_statistics: bool) -> String {
+    let (resume, kept) =
+        if keeps_statistics { (" --resume and", ", from the statistics, which are kept") } else { ("", "") };
+    format!(
+        "the equivalence check failed: to fold again{kept}, remove the .failed directory and run the same command \
+         with{resume} --fold-dtype f32 or a larger --tolerance"
+    )
+}
+
+/// Of a checkpoint that was unfolded from a bundle which had failed its check.
+pub(crate) fn failed_source() -> String {
+    "the bundle's equivalence check had failed: compare this checkpoint with the original before it is used".to_owned()
 }
 
 /// Folded numbers that their type cannot hold well: below its smallest normal number it has fewer digits, and in the end none.

@@ -9,7 +9,7 @@ use wush_format::FormatError;
 use wush_format::atomic::{StagedDir, StagedFile};
 use wush_format::tensor_file::TensorFile;
 
-use crate::error::{STATISTICS, TRANSFORMS};
+use crate::error::{CHECKPOINT, DIRECTORY, STATISTICS, TRANSFORMS, is_failed_bundle};
 use crate::{PipelineError, Result};
 
 /// Suffix of a bundle that did not pass the equivalence check: kept for a look, under a name that nobody serves.
@@ -83,6 +83,30 @@ impl NewFile {
         let is_named = self.path.extension().is_some_and(|extension| extension == EXTENSION);
         (!is_named).then(|| format!("`wush inspect` reads files whose names end in .{EXTENSION}; this one's does not"))
     }
+}
+
+/// Says of a run to be resumed, whose output is there, that it is finished.
+pub(crate) fn finished_if(resume: bool, error: PipelineError) -> PipelineError {
+    match error {
+        PipelineError::OutputExists { path } if resume && !is_failed_bundle(&path) => PipelineError::Finished { path },
+        other => other,
+    }
+}
+
+/// A page that may replace an older one, and lies among the files of no checkpoint, bundle or `sources`.
+///
+/// # Errors
+/// `OutputInsideSource`, `Io`.
+pub(crate) fn require_page(path: &Path, sources: &[&Path]) -> Result<()> {
+    require_parent(path)?;
+    for source in sources.iter().filter(|source| source.is_dir()) {
+        require_outside(path, source)?;
+    }
+    let dir = parent(path);
+    if Checkpoint::is_at(&dir) {
+        return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: dir });
+    }
+    Ok(())
 }
 
 /// A directory that will be written. While this lives no other run can take its name.
@@ -166,7 +190,7 @@ fn parent(path: &Path) -> PathBuf {
     }
 }
 
-fn require_absent(path: &Path) -> Result<()> {
+pub(crate) fn require_absent(path: &Path) -> Result<()> {
     // Not `exists`: a dangling link is something, too.
     match path.symlink_metadata() {
         Ok(_) => Err(PipelineError::OutputExists { path: path.to_owned() }),
@@ -187,11 +211,16 @@ fn require_parent(path: &Path) -> Result<()> {
     }
 }
 
-/// Refuses a file of wush of another kind than `expected` by its name; whatever else is wrong with it, its reader says.
+/// Refuses a directory, and a file of wush of another kind than `expected` by its name; whatever else is wrong with it, its
+/// reader says.
 ///
 /// # Errors
 /// `OtherKind`.
 pub(crate) fn require_kind(path: &Path, expected: &'static str) -> Result<()> {
+    if path.is_dir() {
+        let found = if Checkpoint::is_at(path) { CHECKPOINT } else { DIRECTORY };
+        return Err(PipelineError::OtherKind { path: path.to_owned(), expected, found });
+    }
     let Ok(file) = TensorFile::open(path) else { return Ok(()) };
     let found = match file.metadata().get("format").map(String::as_str) {
         Some("wush-statistics") => STATISTICS,

@@ -8,21 +8,21 @@ mod verification;
 pub use wush_data::DEFAULT_SEQUENCES;
 use wush_data::Packed;
 use wush_fold::FoldDtype;
-use wush_format::manifest::Solve;
+use wush_format::manifest::{Calibration, Solve};
 use wush_format::monitor::Monitor;
 use wush_transform::TransformKind;
 
 use crate::memory::{Lengths, MemoryPlan};
 use crate::model::Model;
 use crate::notes::{describe_solve, too_little_text, unchecked};
-use crate::paths::{NewDir, NewFile};
+use crate::paths::{NewDir, NewFile, finished_if};
 use crate::request::{CalibrateRequest, ConvertRequest, Environment, FoldRequest, Preset, SolveSettings};
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
-use announce::{describe_calibration, describe_memory, describe_model};
+use announce::{describe_calibration, describe_memory, describe_model, describe_time, describe_verification};
 pub use calibration::CalibrationPlan;
 pub(crate) use calibration::n_tokens;
-use calibration::{load_sequences, longest};
+use calibration::{Purpose, load_sequences, longest};
 pub(crate) use verification::VERIFY_TOKENS;
 pub use verification::{Unchecked, VerifyPlan};
 
@@ -114,11 +114,11 @@ impl CalibratePlan {
     /// # Errors
     /// Whatever cannot be read or would be overwritten; an empty shard; `UnfinishedWork`.
     pub fn new(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Self> {
-        let out = NewFile::plan(&request.out)?;
+        let out = NewFile::plan(&request.out).map_err(|e| finished_if(request.resume, e))?;
         refuse_unfinished(&out.partial(), request.resume)?;
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
-        let mut packed = load_sequences(&model, &request.calibration, None, env)?;
+        let mut packed = load_sequences(&model, &request.calibration, Purpose::Statistics, env)?;
         if let Some(shard) = request.shard {
             let range = shard.range(packed.sequences.len());
             if range.is_empty() {
@@ -144,6 +144,7 @@ impl CalibratePlan {
         monitor.note(&describe_model(&self.model));
         monitor.note(&describe_calibration(&self.calibration, self.shard.as_deref()));
         monitor.note(&describe_memory(&self.memory));
+        describe_time(&self.model, &self.calibration).iter().for_each(|note| monitor.note(note));
         self.notes.iter().for_each(|note| monitor.note(&format!("note       {note}")));
     }
 }
@@ -169,26 +170,38 @@ impl FoldPlan {
         format!("{dtype:?}").to_lowercase()
     }
 
-    /// Checks the output, finds the model, cuts the text of the equivalence check.
+    /// Checks the output, finds the model, cuts the text of the equivalence check: without `--seq-len` as long as what the
+    /// transforms were `calibrated` on, at most as long as what is checked.
     ///
     /// # Errors
     /// Whatever cannot be read or would be overwritten.
-    pub fn new(request: &FoldRequest, env: &Environment<'_>) -> Result<Self> {
+    pub fn new(request: &FoldRequest, calibrated: Option<&Calibration>, env: &Environment<'_>) -> Result<Self> {
         let out = NewDir::plan(&request.out)?;
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
+        let calibrated =
+            calibrated.map_or(VERIFY_TOKENS, |text| usize::try_from(text.max_seq_len).unwrap_or(usize::MAX));
+        let purpose = Purpose::Check { sequences: request.verify.sequences, seq_len: calibrated.min(VERIFY_TOKENS) };
         let packed = match &request.calibration {
-            Some(text) if request.verify.sequences > 0 => {
-                Some(load_sequences(&model, text, Some(request.verify.sequences), env)?)
-            }
+            Some(text) if request.verify.sequences > 0 => Some(load_sequences(&model, text, purpose, env)?),
             _ => None,
         };
-        let (sequences, text) = sequences_of(packed.as_ref());
-        let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
+        let verify = VerifyPlan::new(&model, packed.as_ref(), request.verify, request.dtype)?;
+        let (_, text) = sequences_of(packed.as_ref());
         let lengths = Lengths { text, calibrate: 0, verify: verified(&verify) };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         Ok(Self { model, dtype: request.dtype, verify, out, memory })
+    }
+
+    /// Says what will be done.
+    pub fn announce(&self, monitor: &dyn Monitor) {
+        monitor.note(&describe_model(&self.model));
+        match &self.verify {
+            Ok(verify) => monitor.note(&describe_verification(verify)),
+            Err(reason) => monitor.note(&format!("note       {}", unchecked(*reason))),
+        }
+        monitor.note(&describe_memory(&self.memory));
     }
 }
 
@@ -210,19 +223,20 @@ impl ConvertPlan {
     /// # Errors
     /// Whatever cannot be read or would be overwritten; `UnfinishedWork`.
     pub fn new(request: &ConvertRequest, env: &Environment<'_>) -> Result<Self> {
-        let out = NewDir::plan(&request.out)?;
+        let out = NewDir::plan(&request.out).map_err(|e| finished_if(request.resume, e))?;
         let work = WorkDir::plan(out.work(), request.resume)?;
         let solve = SolvePlan::new(&request.settings)?;
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
         solve::rehearse(&model, &solve)?;
-        let at_most = (!solve.kind.needs_statistics).then_some(request.verify.sequences);
-        let packed = match at_most {
-            Some(0) => None,
-            _ => Some(load_sequences(&model, &request.calibration, at_most, env)?),
+        let purpose = match request.verify.sequences {
+            _ if solve.kind.needs_statistics => Some(Purpose::Statistics),
+            0 => None,
+            sequences => Some(Purpose::Check { sequences, seq_len: VERIFY_TOKENS }),
         };
+        let packed = purpose.map(|purpose| load_sequences(&model, &request.calibration, purpose, env)).transpose()?;
+        let verify = VerifyPlan::new(&model, packed.as_ref(), request.verify, request.dtype)?;
         let (sequences, text) = sequences_of(packed.as_ref());
-        let verify = VerifyPlan::new(&model, sequences, request.verify, request.dtype)?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrate = if solve.kind.needs_statistics { longest(sequences) } else { 0 };
         let lengths = Lengths { text, calibrate, verify: verified(&verify) };
@@ -244,6 +258,8 @@ impl ConvertPlan {
         }
         monitor.note(&format!("solve      {}", describe_solve(&self.solve.record())));
         monitor.note(&describe_memory(&self.fold.memory));
+        let time = self.calibration.as_ref().and_then(|calibration| describe_time(&self.fold.model, calibration));
+        time.iter().for_each(|note| monitor.note(note));
         let text = self.calibration.as_ref().map(|calibration| calibration.info.positions);
         let text = text.and_then(|tokens| too_little_text(tokens, self.fold.model.head_dim()));
         // What was asked for needs no telling.

@@ -6,9 +6,10 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::hash::Sha;
-use wush_format::manifest::{Calibration, Equivalence, FoldReport, LayerReport, Solve};
+use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, LayerReport, Solve};
 
 use crate::Result;
+use crate::card::geometric_mean;
 use crate::memory::MemoryPlan;
 use crate::model::Model;
 
@@ -167,6 +168,27 @@ pub struct SolveReport {
     pub seconds: f64,
 }
 
+/// By how much rounding loss shrinks at equal bits against any orthogonal transform, on the calibration text itself: the
+/// geometric mean over all heads of all layers.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Gain {
+    /// Of keys.
+    pub key: f64,
+    /// Of values.
+    pub value: f64,
+}
+
+impl Gain {
+    /// Of the solver's reports; none of none.
+    pub fn of(layers: &[LayerReport]) -> Option<Self> {
+        let mean = |role: fn(&LayerReport) -> &Vec<HeadReport>| {
+            geometric_mean(layers.iter().flat_map(role).map(|head| head.predicted_gain))
+        };
+        Some(Self { key: mean(|layer| &layer.key)?, value: mean(|layer| &layer.value)? })
+    }
+}
+
 /// `wush fold --format json` and `wush convert --format json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -182,6 +204,8 @@ pub struct ConvertReport {
     pub calibration: Option<Calibration>,
     /// The transform and its constants.
     pub solve: Solve,
+    /// Predicted gain of all heads; none for a transform solved without statistics.
+    pub gain: Option<Gain>,
     /// The solver's report, one entry a layer.
     pub layers: Vec<LayerReport>,
     /// Folding: dtype and error.
@@ -190,6 +214,8 @@ pub struct ConvertReport {
     pub folded_dtype: String,
     /// Both checkpoints on the same text; none when there was no text to run or no sequence was asked for.
     pub equivalence: Option<Equivalence>,
+    /// The text that they ran on.
+    pub verify_text: Option<String>,
     /// What to know before the result is used: too little text, a check that did not run, what a server must be told.
     pub notes: Vec<String>,
     /// The bundle.
@@ -210,6 +236,8 @@ pub struct UnfoldReport {
     pub source_hash: Sha,
     /// Hash over the weights written: the source's up to rounding, so seldom the same.
     pub unfolded_hash: Sha,
+    /// What to know before the checkpoint is used: that the bundle had failed its check.
+    pub notes: Vec<String>,
     /// The checkpoint.
     pub out: WrittenDir,
     /// Wall time.
@@ -224,6 +252,20 @@ pub struct DemoReport {
     pub convert: ConvertReport,
     /// The audit against the model that it was made from.
     pub inspect: wush_inspect::Report,
+    /// What the conversion was given.
+    pub again: Again,
+}
+
+/// How a conversion can be repeated.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Again {
+    /// `--calib`.
+    pub text: String,
+    /// `--sequences`.
+    pub sequences: usize,
+    /// `--seq-len`.
+    pub seq_len: usize,
 }
 
 impl DemoReport {

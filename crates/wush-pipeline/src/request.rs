@@ -285,6 +285,8 @@ pub struct InspectRequest {
     pub path: PathBuf,
     /// `--base`: a directory or hub id.
     pub base: Option<String>,
+    /// `--html`: a page to write.
+    pub html: Option<PathBuf>,
 }
 
 /// `wush demo`.
@@ -325,7 +327,7 @@ mod tests {
     fn cuda_is_an_error_value() {
         let choice: DeviceChoice = "cuda:1".parse().expect("a known device");
         let error = Device::pick(&choice).expect_err("there is no CUDA here");
-        assert_eq!(error.to_string(), "--device cuda:1: this build has no CUDA backend");
+        assert_eq!(error.to_string(), "--device cuda:1: this version has no CUDA backend");
         assert!(error.hint().is_some());
         assert_eq!(Device::pick(&DeviceChoice::Auto).expect("the CPU is always there"), Device::Cpu);
         assert!("gpu".parse::<DeviceChoice>().is_err());

@@ -8,10 +8,11 @@ use wush_fold::UnfoldDtype;
 use wush_format::FormatError;
 use wush_format::bundle::{MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
 use wush_format::hash::hash_file;
-use wush_format::manifest::Manifest;
+use wush_format::manifest::{Manifest, Status};
 use wush_model::arch;
 
 use crate::error::InStage;
+use crate::notes::failed_source;
 use crate::paths::NewDir;
 use crate::report::{UnfoldReport, WrittenDir};
 use crate::request::{Environment, UnfoldRequest};
@@ -20,9 +21,12 @@ use crate::{PipelineError, Result};
 /// `wush unfold`: `W_V = T^{-1} W_V'`, `W_O = W_O' T`, from the bundle's own value sidecar.
 ///
 /// # Errors
-/// `OutputExists`, `NotABundle`, a bundle whose weights are not those that its sidecar names, `Interrupted`.
+/// `OutputExists`, `NoDirectory`, `NotABundle`, a bundle whose weights are not those that its sidecar names, `Interrupted`.
 pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldReport> {
     let out = NewDir::plan(&request.out)?;
+    if !request.bundle.is_dir() {
+        return Err(PipelineError::NoDirectory { path: request.bundle.clone() });
+    }
     let bundle = Checkpoint::open(&request.bundle)?;
     if !bundle.is_bundle() {
         return Err(PipelineError::NotABundle { path: request.bundle.clone() });
@@ -43,6 +47,7 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
         source_id: manifest.source.id,
         source_hash: manifest.source.model_hash,
         unfolded_hash: done.folded_hash,
+        notes: (manifest.status == Status::Failed).then(failed_source).into_iter().collect(),
         out: written,
         seconds: clock.elapsed().as_secs_f64(),
     })

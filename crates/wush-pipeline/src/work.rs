@@ -53,6 +53,11 @@ impl WorkDir {
         Ok(Self { path })
     }
 
+    /// Whether there are statistics to go on from.
+    pub(crate) fn is_begun(&self) -> bool {
+        [self.statistics(), self.partial()].iter().any(|path| path.symlink_metadata().is_ok())
+    }
+
     /// The finished statistics.
     pub(crate) fn statistics(&self) -> PathBuf {
         self.path.join(STATISTICS)

@@ -86,7 +86,7 @@ pub struct ModelArgs {
     /// A checkpoint's directory, or a hub id org/name[@revision]
     #[arg(value_name = "MODEL")]
     pub model: String,
-    /// auto, cpu, cuda, cuda:N or cuda:all
+    /// auto or cpu. This version computes on the CPU only: cuda, cuda:N and cuda:all are known, and refused
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
     /// RoPE scaling instead of the configuration's own, such as yarn:4
@@ -116,7 +116,7 @@ pub struct CutArgs {
     /// Number of sequences [default: 128; all of them when the source is token-id lists]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     pub sequences: Option<usize>,
-    /// Tokens a sequence [default: 32768, or the model's longest position if shorter]
+    /// Tokens a sequence [default: 32768, or the model's longest position if shorter]; not with token-id lists
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     pub seq_len: Option<usize>,
 }
@@ -132,10 +132,10 @@ pub struct SolveSettingsArgs {
     #[arg(long, default_value_t = Preset::Default)]
     pub preset: Preset,
     /// Damping γ of Eq. 1
-    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING, allow_hyphen_values = true)]
+    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING, allow_hyphen_values = true, value_parser = number)]
     pub damping: f64,
     /// Seed of the random transform
-    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
 }
 
@@ -152,13 +152,22 @@ pub struct FoldSettingsArgs {
     #[arg(allow_negative_numbers = true, value_parser = whole_number)]
     pub verify_sequences: usize,
     /// Largest accepted relative change of the mean NLL [default: by the folded element type]
-    #[arg(long, value_name = "REL", allow_hyphen_values = true)]
+    #[arg(long, value_name = "REL", allow_hyphen_values = true, value_parser = number)]
     pub tolerance: Option<f64>,
 }
 
 /// A count, for options whose range the plan checks.
 fn whole_number(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a whole number, not negative".to_owned())
+}
+
+/// A number, for options whose range the plan checks.
+fn number(text: &str) -> Result<f64, String> {
+    text.parse().map_err(|_| "expected a number, such as 0.01 or 1e-3".to_owned())
+}
+
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("expected a whole number from 0 to {}", u64::MAX))
 }
 
 /// `--fold-dtype`.
@@ -178,8 +187,9 @@ pub struct ConvertArgs {
     /// Directory of the bundle; must not exist
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Continue an earlier run of the same command. Sums are saved a group of about 8192 tokens at a time; --sequences may
-    /// have grown, since what is saved only has to be the first of this run's sequences
+    /// Continue an earlier run of the same command, stopped, killed or failed. Sums are saved at the ends of sequences, first
+    /// after about 2048 tokens, then about once a minute; --sequences may have grown, and what comes after calibration
+    /// (--damping, --fold-dtype, --tolerance, …) may be another
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -198,8 +208,8 @@ pub struct CalibrateArgs {
     /// Statistics file to write; must not exist
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Continue an earlier run of the same command. Sums are saved a group of about 8192 tokens at a time; --sequences may
-    /// have grown, since what is saved only has to be the first of this run's sequences
+    /// Continue an earlier run of the same command, stopped or killed. Sums are saved at the ends of sequences, first after
+    /// about 2048 tokens, then about once a minute; --sequences may have grown
     #[arg(long)]
     resume: bool,
     /// Only the K-th of N contiguous shares of the sequences
@@ -249,8 +259,15 @@ pub struct FoldArgs {
     /// Text for the equivalence check; without it the check is skipped
     #[arg(long, value_name = "SOURCE", help_heading = "Calibration text")]
     calib: Option<CalibSource>,
-    #[command(flatten)]
-    cut: CutArgs,
+    /// Column or key of the text
+    #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD, requires = "calib")]
+    #[arg(help_heading = "Calibration text")]
+    text_field: String,
+    /// Tokens a sequence, of which the first 1024 are read [default: the longest that the transforms were calibrated on, at
+    /// most 1024]; not with token-id lists
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number, requires = "calib")]
+    #[arg(help_heading = "Calibration text")]
+    seq_len: Option<usize>,
 }
 
 /// `wush unfold`.
@@ -267,21 +284,21 @@ pub struct UnfoldArgs {
 /// `wush inspect`.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// A bundle's directory, a transforms file or a statistics file
+    /// A bundle's or a checkpoint's directory, or a file: transforms, statistics or a bundle's sidecar
     #[arg(value_name = "PATH")]
     path: PathBuf,
-    /// The checkpoint that the bundle was made from: a directory or hub id. Proves that nothing else was changed
+    /// The checkpoint that it was made from: a directory or hub id. Proves that nothing else was changed
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
-    /// Also write the report as one self-contained page
+    /// Also write the report as one self-contained page, in place of an older one; outside of PATH and of MODEL
     #[arg(long, value_name = "FILE")]
-    pub html: Option<PathBuf>,
+    html: Option<PathBuf>,
 }
 
 /// `wush demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// Directory for the model, its text and the bundle; must not exist
+    /// Directory to make, for the model with its text (demo-model/) and the bundle (demo-model-wush/); must not exist
     #[arg(long, value_name = "DIR", default_value = "wush-demo")]
     pub out: PathBuf,
 }
@@ -375,7 +392,12 @@ impl FoldArgs {
             transforms: self.transforms,
             dtype: self.fold.dtype(),
             verify: self.fold.verify(),
-            calibration: self.calib.map(|source| self.cut.request(source)),
+            calibration: self.calib.map(|source| CalibrationRequest {
+                source,
+                text_field: self.text_field,
+                sequences: None,
+                seq_len: self.seq_len,
+            }),
             out: self.out,
         }
     }
@@ -391,6 +413,6 @@ impl UnfoldArgs {
 impl InspectArgs {
     /// The request that was typed.
     pub fn request(self) -> InspectRequest {
-        InspectRequest { path: self.path, base: self.base }
+        InspectRequest { path: self.path, base: self.base, html: self.html }
     }
 }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
-use wush_pipeline::{Monitor, PipelineError, printable};
+use wush_pipeline::{PipelineError, printable};
 
 use crate::cli::{Cli, Command, Format, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
@@ -51,15 +51,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Solve(args) => emit(&wush_pipeline::solve(&args.request(), &env)?, format),
         Command::Fold(args) => emit(&wush_pipeline::fold(&args.request(), &env)?, format),
         Command::Unfold(args) => emit(&wush_pipeline::unfold(&args.request(), &env)?, format),
-        Command::Inspect(args) => {
-            let html = args.html.clone();
-            let report = wush_pipeline::inspect(&args.request(), &env)?;
-            if let Some(path) = html {
-                wush_pipeline::write_html(&report, &path)?;
-                progress.note(&format!("page: {}", path.display()));
-            }
-            emit(&report, format)
-        }
+        Command::Inspect(args) => emit(&wush_pipeline::inspect(&args.request(), &env)?, format),
         Command::Demo(args) => {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
-use wush_pipeline::{Monitor, human_bytes, printable};
+use wush_pipeline::{Monitor, human_bytes, human_time, printable};
 
 use crate::interrupt;
 
@@ -41,6 +41,8 @@ struct Stage {
     started: Instant,
     last_line: Instant,
     bar: Option<ProgressBar>,
+    /// Whether a line told of it, whose last one then tells its end.
+    is_told: bool,
 }
 
 impl Progress {
@@ -61,7 +63,7 @@ impl Monitor for Progress {
         let shows_bar = self.is_terminal && self.verbosity != Verbosity::Quiet;
         let name = printable(stage).into_owned();
         let bar = shows_bar.then(|| bar(&name, unit, total));
-        *self.stage() = Some(Stage { name, unit, total, done: 0, started: now, last_line: now, bar });
+        *self.stage() = Some(Stage { name, unit, total, done: 0, started: now, last_line: now, bar, is_told: false });
     }
 
     fn advance(&self, n: u64) {
@@ -72,6 +74,7 @@ impl Monitor for Progress {
             bar.inc(n);
         } else if self.verbosity != Verbosity::Quiet && stage.last_line.elapsed() >= LINE_INTERVAL {
             stage.last_line = Instant::now();
+            stage.is_told = true;
             line(&stage.line());
         }
     }
@@ -81,7 +84,7 @@ impl Monitor for Progress {
         if let Some(bar) = &stage.bar {
             bar.finish_and_clear();
         }
-        if self.verbosity == Verbosity::Verbose {
+        if self.verbosity == Verbosity::Verbose || stage.is_told {
             line(&stage.summary());
         }
     }
@@ -139,17 +142,6 @@ fn count(n: u64, unit: &str) -> String {
     if unit == "bytes" { human_bytes(n) } else { format!("{n} {unit}") }
 }
 
-/// "0.4 s", "31 s", "2 min 05 s", "1 h 02 min".
-pub fn human_time(time: Duration) -> String {
-    let seconds = time.as_secs();
-    match seconds {
-        0..10 => format!("{:.1} s", time.as_secs_f64()),
-        10..120 => format!("{seconds} s"),
-        120..3600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
-        _ => format!("{} h {:02} min", seconds / 3600, seconds % 3600 / 60),
-    }
-}
-
 fn bar(stage: &str, unit: &'static str, total: u64) -> ProgressBar {
     let told = move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
         let (done, total) = (state.pos(), state.len().unwrap_or(0));
@@ -172,12 +164,6 @@ fn line(text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_read_well() {
-        let texts = [0.44, 31.0, 125.0, 3720.0].map(|s| human_time(Duration::from_secs_f64(s)));
-        assert_eq!(texts, ["0.4 s", "31 s", "2 min 05 s", "1 h 02 min"]);
-    }
 
     #[test]
     fn a_stage_counts_and_ends() {

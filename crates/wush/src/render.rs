@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
-use wush_pipeline::manifest::{Calibration, Equivalence, HeadReport, LayerReport, Solve};
+use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
-    CalibrateReport, ConvertReport, DemoReport, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
+    CalibrateReport, ConvertReport, DemoReport, Gain, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
     WrittenFile,
 };
-use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, printable, ratio, shell_word};
-
-use crate::progress::human_time;
+use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, human_time, printable, ratio, shell_word};
 
 /// A report that the program can print.
 pub trait Report: Serialize {
@@ -96,8 +94,11 @@ impl Report for UnfoldReport {
         text.row("source", &self.source_id);
         let same = if self.source_hash == self.unfolded_hash { "bit for bit" } else { "up to rounding" };
         text.row("weights", &format!("the source's {same}"));
+        text.row("verdict", "not compared with the source: `wush inspect --base` does that");
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.dir(&self.out);
+        text.notes(&self.notes);
+        text.next(&format!("wush inspect {} --base MODEL", shell_word(&self.out.path)));
         text.0
     }
 }
@@ -122,7 +123,10 @@ impl Report for DemoReport {
         text.heading("3. The bundle, audited against the model");
         text.0.push_str(&wush_pipeline::audit::to_text(&self.inspect));
         match self.passed() {
-            true => text.next(&format!("{} --html report.html", audit_command(&self.convert))),
+            true => {
+                text.next(&format!("{} --html report.html", audit_command(&self.convert)));
+                text.next(&again_command(self));
+            }
             false => text.failed(&self.convert.out),
         }
         text.0
@@ -209,34 +213,34 @@ impl Lines {
         let worst = format!("largest relative error {:.1e} in layer {}", fold.max_rel_error, fold.worst_layer);
         let stored = if fold.dtype == "keep" { " (as stored)" } else { "" };
         self.row("fold", &format!("{}{stored}, {worst}", report.folded_dtype));
-        self.equivalence(report.equivalence.as_ref());
+        self.equivalence(report);
         self.row("verdict", verdict(report));
         self.row("time", &human_time(Duration::from_secs_f64(report.seconds)));
         self.bundle(&report.out);
         self.notes(&report.notes);
     }
 
-    fn equivalence(&mut self, equivalence: Option<&Equivalence>) {
-        let Some(equivalence) = equivalence else {
+    fn equivalence(&mut self, report: &ConvertReport) {
+        let Some(found) = &report.equivalence else {
             self.row("equivalence", "not checked: no sequences were given to run");
             return;
         };
-        let Equivalence { tokens, nll_source, nll_bundle, mean_kl, tolerance, passed, .. } = equivalence;
-        let change = (nll_bundle - nll_source) / nll_source * 100.0;
-        let verdict = if *passed { "ok" } else { "FAILED" };
+        let (before, after) = (found.nll_source, found.nll_bundle);
+        let (change, tolerance) = (percent((after - before) / before, 4), percent(found.tolerance, 2));
+        let verdict = if found.passed { "ok" } else { "FAILED" };
+        let sign = if after >= before { "+" } else { "" };
+        let text = report.verify_text.as_ref().map(|text| format!(" of {text}")).unwrap_or_default();
         self.row(
             "equivalence",
             &format!(
-                "{verdict}: mean NLL {nll_source:.5} before, {nll_bundle:.5} after ({change:+.4} %, tolerance {:.2} %), \
-                 {}",
-                tolerance * 100.0,
-                counted(*tokens, "token")
+                "{verdict}: mean NLL {before:.5} before, {after:.5} after ({sign}{change}, tolerance {tolerance}), {}{text}",
+                counted(found.tokens, "token")
             ),
         );
-        let (logit, nll) = (equivalence.max_logit_diff, equivalence.max_nll_diff);
+        let (kl, logit, nll) = (found.mean_kl, found.max_logit_diff, found.max_nll_diff);
         self.row(
             "",
-            &format!("mean KL {mean_kl:.1e}, largest difference of a logit {logit:.1e}, of a token's NLL {nll:.1e}"),
+            &format!("mean KL {kl:.1e}, largest difference of a logit {logit:.1e}, of a token's NLL {nll:.1e}"),
         );
     }
 
@@ -261,11 +265,11 @@ impl Lines {
                 value.rank
             );
         }
-        let all = |role: fn(&LayerReport) -> &Vec<HeadReport>| gain(layers.iter().flat_map(role));
-        let (key, value) = (all(|layer| &layer.key), all(|layer| &layer.value));
+        let Some(Gain { key, value }) = Gain::of(layers) else { return };
         let _ = writeln!(
             self.0,
-            "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean)\nThe gain is {}.",
+            "{:>5} {key:>8.2}x {value:>7.2}x  (geometric mean)\nThe gain is {}.\nThe lowest rank is that of the statistics of \
+             any head: below the head dimension, some directions were never seen.",
             "all",
             describe_gain()
         );
@@ -279,6 +283,25 @@ fn verdict(report: &ConvertReport) -> &'static str {
         (Verdict::Ok, Some(_)) => "ok",
         (Verdict::Ok, None) => "ok, equivalence not checked",
     }
+}
+
+/// A ratio in percent with `digits` decimals, and with an exponent where those would show nothing of it.
+fn percent(ratio: f64, digits: usize) -> String {
+    let percent = ratio * 100.0;
+    let is_shown = percent == 0.0 || percent.abs() >= 10f64.powi(-(digits as i32));
+    if is_shown { format!("{percent:.digits$} %") } else { format!("{percent:.1e} %") }
+}
+
+/// The tour's conversion, as a command of its own.
+fn again_command(report: &DemoReport) -> String {
+    let again = &report.again;
+    format!(
+        "wush convert {} --calib {} --sequences {} --seq-len {} --out my-bundle",
+        shell_word(&report.convert.model.argument),
+        shell_word(&again.text),
+        again.sequences,
+        again.seq_len
+    )
 }
 
 /// The audit of a bundle against the model that it was made from.
@@ -309,4 +332,15 @@ fn gain<'a>(heads: impl Iterator<Item = &'a HeadReport>) -> f64 {
 
 fn rated(seconds: f64, n_tokens: u64) -> String {
     format!("{}, {:.0} tokens/s", human_time(Duration::from_secs_f64(seconds)), n_tokens as f64 / seconds.max(1e-9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_percentages_are_not_shown_as_nothing() {
+        assert_eq!([0.002, 1e-12, 0.0].map(|ratio| percent(ratio, 2)), ["0.20 %", "1.0e-10 %", "0.00 %"]);
+        assert_eq!([-2e-6, -1e-9].map(|ratio| percent(ratio, 4)), ["-0.0002 %", "-1.0e-7 %"]);
+    }
 }

@@ -1,11 +1,21 @@
 //! What a plan says of itself before the work begins, a line each.
 
+use std::time::Duration;
+
 use wush_stats::StatsInfo;
 
-use crate::human::{counted, human_bytes};
+use crate::human::{counted, human_bytes, human_time};
 use crate::memory::MemoryPlan;
 use crate::model::Model;
-use crate::plan::CalibrationPlan;
+use crate::plan::{CalibrationPlan, VERIFY_TOKENS, VerifyPlan};
+
+/// Floating-point operations a second of a thread: SmolLM2-135M ran at 880 tokens/s on two threads of a Sapphire Rapids at
+/// 1024 tokens, 0.25e9 operations a token (docs/benchmarks.md). Narrower vectors and busy machines are slower.
+const OPERATIONS_PER_SECOND: f64 = 1.1e11;
+/// A calibration that is estimated to take longer than this is told before it starts.
+const LONG: Duration = Duration::from_secs(30 * 60);
+/// What is proposed instead of a long calibration: sequences, and tokens of each.
+const SHORTER: (usize, usize) = (16, 2048);
 
 pub(super) fn describe_model(model: &Model) -> String {
     let Model { id, spec, device, .. } = model;
@@ -36,4 +46,63 @@ pub(super) fn describe_memory(memory: &MemoryPlan) -> String {
         "memory     about {anonymous} at most (program {program}, reading text {text}, one layer {layer}, activations \
          {activations}, statistics {statistics}, logits {logits}; not all at once), and {mapped} of mapped files"
     )
+}
+
+pub(super) fn describe_verification(plan: &VerifyPlan) -> String {
+    let n = counted(plan.sequences.len() as u64, "sequence");
+    format!("verify     {}: {n}, the first {VERIFY_TOKENS} tokens of each", plan.source)
+}
+
+/// A warning of a calibration that takes long on a CPU, and what would be shorter.
+pub(super) fn describe_time(model: &Model, plan: &CalibrationPlan) -> Option<String> {
+    let lengths: Vec<usize> = plan.sequences.iter().map(Vec::len).collect();
+    let shorter = [SHORTER.1].repeat(SHORTER.0);
+    let [whole, short] = [&lengths, &shorter].map(|lengths| estimate(model, lengths));
+    time_note(plan.info.positions, whole, plan.is_text.then_some(short))
+}
+
+fn time_note(tokens: u64, whole: Duration, shorter: Option<Duration>) -> Option<String> {
+    let proposal = shorter.filter(|short| 2 * *short <= whole).map(|short| {
+        let (n, len) = SHORTER;
+        format!("; --sequences {n} --seq-len {len} about {}", human_time(short))
+    });
+    (whole > LONG).then(|| {
+        format!(
+            "note       {} on a CPU: {} or more, estimated{}",
+            counted(tokens, "token"),
+            human_time(whole),
+            proposal.unwrap_or_default()
+        )
+    })
+}
+
+/// Time of the forward passes over sequences of these lengths: two operations a weight of the layers and token, and four a
+/// channel of the query heads and pair of positions, of which half are causal.
+fn estimate(model: &Model, lengths: &[usize]) -> Duration {
+    let in_layers = model.checkpoint.tensor_names().filter(|name| name.contains(".layers."));
+    let n_weights: f64 = in_layers
+        .filter_map(|name| model.checkpoint.locate(name))
+        .map(|(_, info)| info.shape.iter().map(|&n| n as f64).product::<f64>())
+        .sum();
+    let n_channels: f64 = model.spec.layers.iter().map(|layer| (layer.attn.n_heads * layer.attn.head_dim) as f64).sum();
+    let of_sequence = |&n: &usize| n as f64 * (2.0 * n_weights + 2.0 * n_channels * n as f64);
+    let operations: f64 = lengths.iter().map(of_sequence).sum();
+    Duration::from_secs_f64(operations / (OPERATIONS_PER_SECOND * rayon::current_num_threads() as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_long_calibrations_are_told() {
+        let [minutes, hours] = [5 * 60, 3 * 3600].map(Duration::from_secs);
+        assert_eq!(time_note(32_768, minutes, Some(minutes)), None);
+        assert_eq!(
+            time_note(1_048_576, hours, Some(minutes)).expect("long"),
+            "note       1048576 tokens on a CPU: 3 h 00 min or more, estimated; --sequences 16 --seq-len 2048 about 5 min 00 s"
+        );
+        let ids = time_note(1_048_576, hours, None).expect("long");
+        assert!(!ids.contains("--seq-len"), "token ids have their own lengths: {ids}");
+    }
 }

@@ -18,6 +18,8 @@ pub struct CalibrationPlan {
     pub sequences: Vec<Vec<u32>>,
     /// The statistics' description once all sequences are in.
     pub info: StatsInfo,
+    /// Whether they were cut from text, and not given as token ids.
+    pub(crate) is_text: bool,
 }
 
 impl CalibrationPlan {
@@ -44,15 +46,24 @@ impl CalibrationPlan {
             compute: model.device.compute().to_owned(),
             sequence_hashes: packed.sequences.iter().map(|ids| sequence_hash(ids)).collect(),
         };
-        Ok(Self { sequences: packed.sequences, info })
+        Ok(Self { sequences: packed.sequences, info, is_text: packed.n_text_bytes > 0 })
     }
 }
 
-/// Reads and cuts the calibration text of `model`; `at_most` caps the number of sequences.
+/// What sequences are read for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Purpose {
+    /// Statistics, and the equivalence check on the first of them: as many and as long as was asked for.
+    Statistics,
+    /// The equivalence check alone: at most `sequences`, of `seq_len` tokens unless another length was asked for.
+    Check { sequences: usize, seq_len: usize },
+}
+
+/// Reads and cuts the calibration text of `model`.
 pub(crate) fn load_sequences(
     model: &Model,
     request: &CalibrationRequest,
-    at_most: Option<usize>,
+    purpose: Purpose,
     env: &Environment<'_>,
 ) -> Result<Packed> {
     if request.sequences == Some(0) {
@@ -60,9 +71,17 @@ pub(crate) fn load_sequences(
         return Err(PipelineError::Option { option: "--sequences", expected, found });
     }
     let is_text = !request.source.is_token_ids();
+    if let (Some(seq_len), false) = (request.seq_len, is_text) {
+        let expected = "none with token-id lists, which are used as they are".to_owned();
+        return Err(PipelineError::Option { option: "--seq-len", expected, found: seq_len.to_string() });
+    }
+    let (at_most, default_len) = match purpose {
+        Purpose::Statistics => (None, DEFAULT_SEQ_LEN),
+        Purpose::Check { sequences, seq_len } => (Some(sequences), seq_len),
+    };
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
     let options = PackOptions {
-        seq_len: if is_text { seq_len(model, request)? } else { model.spec.max_position_embeddings },
+        seq_len: if is_text { seq_len(model, request, default_len)? } else { model.spec.max_position_embeddings },
         // A file of token ids may hold fewer lists than the cap: it is cut below.
         sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
         text_field: request.text_field.clone(),
@@ -80,11 +99,11 @@ pub(crate) fn load_sequences(
     Ok(packed)
 }
 
-/// `--seq-len`, which the model must reach; else the paper's, capped by the model.
-fn seq_len(model: &Model, request: &CalibrationRequest) -> Result<usize> {
+/// `--seq-len`, which the model must reach; else `default_len`, capped by the model.
+fn seq_len(model: &Model, request: &CalibrationRequest, default_len: usize) -> Result<usize> {
     let longest = model.spec.max_position_embeddings;
     match request.seq_len {
-        None => Ok(DEFAULT_SEQ_LEN.min(longest)),
+        None => Ok(default_len.min(longest)),
         Some(n) if (2..=longest).contains(&n) => Ok(n),
         Some(n) => Err(PipelineError::Option {
             option: "--seq-len",

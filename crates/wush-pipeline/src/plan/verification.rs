@@ -1,5 +1,6 @@
 //! The equivalence check of a run: which sequences, how strictly, or why not.
 
+use wush_data::Packed;
 use wush_fold::FoldDtype;
 
 use crate::model::Model;
@@ -15,6 +16,10 @@ pub(crate) const VERIFY_TOKENS: usize = 1024;
 pub struct VerifyPlan {
     /// Token ids; never empty.
     pub sequences: Vec<Vec<u32>>,
+    /// What the text calls itself.
+    pub source: String,
+    /// How many sequences were asked for.
+    pub asked: usize,
     /// On the relative change of the mean NLL.
     pub tolerance: f64,
 }
@@ -26,7 +31,7 @@ impl VerifyPlan {
     /// `Option` for a tolerance that is no positive number.
     pub(crate) fn new(
         model: &Model,
-        sequences: &[Vec<u32>],
+        packed: Option<&Packed>,
         settings: VerifySettings,
         dtype: FoldDtype,
     ) -> Result<Result<Self, Unchecked>> {
@@ -38,6 +43,7 @@ impl VerifyPlan {
             }
             None => verify::tolerance(verify::folded_dtype(&model.checkpoint, &model.spec, dtype)),
         };
+        let (sequences, source) = packed.map_or((&[][..], ""), |packed| (&packed.sequences, &packed.source));
         let is_given = !sequences.is_empty();
         // A single token predicts nothing.
         let scored = sequences.iter().filter(|ids| ids.len() > 1);
@@ -47,7 +53,7 @@ impl VerifyPlan {
             (0, ..) => Err(Unchecked::Asked),
             (_, false, _) => Err(Unchecked::NoText),
             (_, _, true) => Err(Unchecked::SingleTokens),
-            _ => Ok(Self { sequences, tolerance }),
+            (asked, ..) => Ok(Self { sequences, source: source.to_owned(), asked, tolerance }),
         })
     }
 }
