@@ -43,18 +43,18 @@ enum BlockRows<'a> {
     Packed(&'a [u8]),
 }
 
+/// Query positions that share a pass over the cache.
+pub(crate) fn tile_tokens(plan: &LayerPlan) -> usize {
+    (TILE_ROWS / plan.config.group()).max(1)
+}
+
 impl HeadView<'_> {
-    /// Outputs, `[tokens, group, d]`, of `queries` at the positions from `first_position` on, `[tokens, group, d]`.
+    /// Outputs, `[tokens, group, d]`, of `queries` at the positions from `first_position` on, `[tokens, group, d]`: at most
+    /// [`tile_tokens`] of them, at least one.
     pub(crate) fn attend(&self, queries: &[f32], first_position: usize) -> Result<Vec<f32>> {
-        let width = self.plan.config.group() * self.plan.head_dim();
-        let per_tile = (TILE_ROWS / self.plan.config.group()).max(1);
-        let mut out = Vec::with_capacity(queries.len());
-        for (tile, queries) in queries.chunks(per_tile * width).enumerate() {
-            let mut state = Tile::new(self.plan, queries, first_position + tile * per_tile)?;
-            self.for_each_block(state.visible(), |block| state.add(&block))?;
-            state.finish(&mut out)?;
-        }
-        Ok(out)
+        let mut tile = Tile::new(self.plan, queries, first_position)?;
+        self.for_each_block(tile.visible(), |block| tile.add(&block))?;
+        tile.finish()
     }
 
     /// Visits what is held of positions `visible`, in order, in blocks.
@@ -253,15 +253,15 @@ impl<'a> Tile<'a> {
         self.sum[row] += kernels::exp_and_sum(scores, self.max[row]);
     }
 
-    /// Appends the outputs, `[rows, d]`.
-    fn finish(mut self, out: &mut Vec<f32>) -> Result<()> {
+    /// The outputs, `[rows, d]`.
+    fn finish(mut self) -> Result<Vec<f32>> {
         if let Some(sums) = &self.packed_sums {
-            sums.add_to(&mut self.full_sums)
-                .map_err(|source| RuntimeError::Quant { layer: self.plan.layer, source })?;
+            let added = sums.add_to(&mut self.full_sums);
+            added.map_err(|source| RuntimeError::Quant { layer: self.plan.layer, source })?;
         }
-        for (row, sum) in self.full_sums.chunks_exact(self.plan.head_dim()).zip(&self.sum) {
-            out.extend(row.iter().map(|x| x / sum));
+        for (row, sum) in self.full_sums.chunks_exact_mut(self.plan.head_dim()).zip(&self.sum) {
+            row.iter_mut().for_each(|x| *x /= sum);
         }
-        Ok(())
+        Ok(self.full_sums)
     }
 }

@@ -5,10 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 
 use wush_quant::{Feedback, MAX_MAGNITUDE};
 
-use crate::attention::HeadView;
+use crate::attention::{HeadView, tile_tokens};
 use crate::config::CacheConfig;
 use crate::kernels::first_beyond;
 use crate::layer::Layer;
@@ -132,7 +133,7 @@ impl KvCache {
     ///
     /// # Errors
     /// `NoSequence`, `NoLayer`.
-    pub fn quantized(&self, sequence: SequenceId, layer: usize) -> Result<std::ops::Range<usize>> {
+    pub fn quantized(&self, sequence: SequenceId, layer: usize) -> Result<Range<usize>> {
         let plan = self.plan(layer)?;
         let state = &self.layers(sequence)?[layer];
         let first = state.n_sink(plan);
@@ -202,36 +203,53 @@ impl KvCache {
     /// the output is in the coordinates of the values.
     ///
     /// Each query sees the positions up to its own (of a sliding window: the last of them), quantized or not as they are
-    /// stored now; no logit is rounded below f32.
+    /// stored now; no logit is rounded below f32. A NaN in a query makes that head's output NaN, and no other.
     ///
     /// # Errors
     /// `NoLayer`, `NoSequence`, `Twice`, `Length`; `Positions` when a part is longer than its sequence; `Freed`.
     pub fn attend(&self, layer: usize, parts: &[Part], queries: &[f32], out: &mut [f32]) -> Result<()> {
         let n_tokens = self.check_parts(layer, parts)?;
         let plan = &self.plans[layer];
-        let (heads, width) = (plan.config.n_kv_heads, plan.config.query_width());
+        let width = plan.config.query_width();
         check_length(layer, "queries [tokens, heads, head dimension]", n_tokens * width, queries.len())?;
         check_length(layer, "outputs [tokens, heads, head dimension]", n_tokens * width, out.len())?;
         parts.iter().try_for_each(|part| self.check_positions(layer, part))?;
-        let ends: Vec<_> = ends(parts).collect();
-        let rows = |part: usize| (ends[part] - parts[part].n_tokens) * width..ends[part] * width;
-        let per_group = width / heads;
-        let outputs = threads::map(parts.len() * heads, |job| {
-            let (part, head) = (job / heads, job % heads);
-            let state = &self.sequences[&parts[part].sequence][layer];
-            let view = HeadView { plan, layer: state, head: &state.heads[head] };
-            let tokens = queries[rows(part)].chunks_exact(width);
-            let queries: Vec<f32> = tokens.flat_map(|token| &token[head * per_group..][..per_group]).copied().collect();
-            view.attend(&queries, state.len - parts[part].n_tokens)
+        let tiles = self.tiles(layer, parts);
+        let per_head = plan.config.group() * plan.head_dim();
+        let of_head = |tile: &Tile| tile.head * per_head..(tile.head + 1) * per_head;
+        let outputs = threads::map(tiles.len(), |index| {
+            let tile = &tiles[index];
+            let state = &self.sequences[&tile.sequence][layer];
+            let view = HeadView { plan, layer: state, head: &state.heads[tile.head] };
+            let tokens = queries[tile.rows.start * width..tile.rows.end * width].chunks_exact(width);
+            let queries: Vec<f32> = tokens.flat_map(|token| &token[of_head(tile)]).copied().collect();
+            view.attend(&queries, tile.position)
         });
-        for (job, output) in outputs.into_iter().enumerate() {
-            let (part, head) = (job / heads, job % heads);
-            let tokens = out[rows(part)].chunks_exact_mut(width);
-            for (token, output) in tokens.zip(output?.chunks_exact(per_group)) {
-                token[head * per_group..][..per_group].copy_from_slice(output);
+        for (tile, output) in tiles.iter().zip(outputs) {
+            let tokens = out[tile.rows.start * width..tile.rows.end * width].chunks_exact_mut(width);
+            for (token, output) in tokens.zip(output?.chunks_exact(per_head)) {
+                token[of_head(tile)].copy_from_slice(output);
             }
         }
         Ok(())
+    }
+
+    /// A batch's attention cut into independent pieces.
+    fn tiles(&self, layer: usize, parts: &[Part]) -> Vec<Tile> {
+        let plan = &self.plans[layer];
+        let mut tiles = Vec::new();
+        for (part, end) in parts.iter().zip(ends(parts)) {
+            let first_position = self.sequences[&part.sequence][layer].len - part.n_tokens;
+            for head in 0..plan.config.n_kv_heads {
+                for first in (0..part.n_tokens).step_by(tile_tokens(plan)) {
+                    let n_tokens = tile_tokens(plan).min(part.n_tokens - first);
+                    let row = end - part.n_tokens + first;
+                    let (rows, position) = (row..row + n_tokens, first_position + first);
+                    tiles.push(Tile { sequence: part.sequence, head, rows, position });
+                }
+            }
+        }
+        tiles
     }
 
     /// Lines 7 to 12: quantizes what has left both windows of the parts' sequences.
@@ -295,6 +313,16 @@ impl KvCache {
         let (token, head, coordinate) = (at / width, at % width / d, at % d);
         Err(RuntimeError::OutOfRange { layer, what, token, head, coordinate, value: x[at] })
     }
+}
+
+/// Some of a part's query positions, for the query heads of one KV head.
+struct Tile {
+    sequence: SequenceId,
+    head: usize,
+    /// Rows of the batch.
+    rows: Range<usize>,
+    /// Position of the first.
+    position: usize,
 }
 
 /// One past each part's last row in the batch.

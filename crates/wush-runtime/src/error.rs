@@ -170,6 +170,21 @@ pub enum RuntimeError {
         /// The file's.
         found: String,
     },
+    /// A candle tensor has another shape than the configuration asks for.
+    #[cfg(feature = "candle")]
+    #[error(
+        "layer {layer}, {what}: expected shape {expected:?} (batch, heads, tokens, head dimension), found {found:?}"
+    )]
+    Shape {
+        /// Layer.
+        layer: usize,
+        /// "queries", "keys" or "values".
+        what: &'static str,
+        /// The shape that fits.
+        expected: [usize; 4],
+        /// The shape found.
+        found: Vec<usize>,
+    },
     /// A candle tensor could not be read or made.
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]

@@ -45,6 +45,8 @@
 
 mod attention;
 mod cache;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod config;
 mod error;
 mod file;

@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use wush_format::bundle::{KeyLayer, KeySidecar};
+use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, WUSH_DIR};
 use wush_format::hash::Sha;
+use wush_format::manifest::Manifest;
 
 use crate::cache::check_length;
 use crate::config::CacheConfig;
@@ -49,6 +50,17 @@ impl KeyTransforms {
         Self::from_sidecar(path, &sidecar)
     }
 
+    /// The transforms of a bundle, whose manifest names the weights that they must belong to. The weights themselves are not
+    /// read: `wush inspect` does that.
+    ///
+    /// # Errors
+    /// As [`KeyTransforms::load`].
+    pub fn of_bundle(bundle: &Path) -> Result<Self> {
+        let folder = bundle.join(WUSH_DIR);
+        let manifest = Manifest::load(&folder.join(MANIFEST))?;
+        Self::load(&folder.join(KEY_TRANSFORMS), manifest.basis.model_hash)
+    }
+
     /// From a sidecar that is read already; `path` is what messages call it.
     ///
     /// # Errors
@@ -70,6 +82,11 @@ impl KeyTransforms {
     /// Layers that have transforms, rising.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         self.layers.keys().copied()
+    }
+
+    /// Whether a layer has transforms.
+    pub fn has(&self, layer: usize) -> bool {
+        self.layers.contains_key(&layer)
     }
 
     /// Checks that a cache has these layers with these heads.

@@ -29,7 +29,8 @@ impl Windows {
     /// leave S_quant between 0 and S_sink; nothing depends on it, and it is not represented here.
     pub fn n_to_pack(&self, len: usize, n_packed: usize) -> usize {
         let outside = len.saturating_sub(self.keep).saturating_sub(self.sink).saturating_sub(n_packed);
-        outside / self.flush * self.flush
+        let flush = self.flush.max(1);
+        outside / flush * flush
     }
 }
 

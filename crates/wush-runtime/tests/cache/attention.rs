@@ -187,3 +187,17 @@ fn error_feedback_reaches_the_encoder_of_each_head() {
     both.step(&[40], &mut numbers, "and without again");
     both.step(&[1], &mut numbers, "and without again");
 }
+
+#[test]
+fn a_nan_in_a_query_stays_in_its_head() {
+    let mut cache = KvCache::new(config(layer(4, 2, 16, [2, 2]), WINDOWS, 8)).expect("valid");
+    let mut numbers = Numbers::new(9);
+    let parts = [Part { sequence: cache.add(), n_tokens: 40 }];
+    let [mut queries, keys, values] = [4, 2, 2].map(|heads| numbers.take(40 * heads * 16));
+    queries[30 * 64 + 2 * 16 + 5] = f32::NAN;
+    let mut out = vec![0.0; queries.len()];
+    cache.step(0, &parts, Chunk { queries: &queries, keys: &keys, values: &values }, &mut out).expect("valid");
+    for (at, head) in out.chunks_exact(16).enumerate() {
+        assert!(head.iter().all(|x| x.is_nan() == (at == 30 * 4 + 2)), "token {}, head {}", at / 4, at % 4);
+    }
+}
