@@ -95,7 +95,7 @@ fn a_calibration_shorter_than_the_head_dimension_fails_and_a_short_one_is_called
         assert_only(&report, expected);
         assert!(detail(&report, "enough calibration").contains(part), "{}", to_text(&report));
         let is_noted = report.notes.iter().any(|note| note.starts_with("enough calibration: "));
-        assert_eq!(is_noted, part.starts_with("few"), "{:?}", report.notes);
+        assert_eq!(is_noted, part.starts_with("few:"), "{:?}", report.notes);
 
         let mut transforms = complete(tiny(Layout::Llama).transforms(&bundle.source));
         transforms.calibration = Some(one_sequence(tokens));
