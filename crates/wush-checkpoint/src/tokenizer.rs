@@ -1,8 +1,8 @@
 //! Text to token ids, with the checkpoint's own fast tokenizer (`tokenizer.json`).
 //!
 //! Enters: a checkpoint directory and text. Leaves: the ids that Python's `tokenizers` gives for the same file.
-//! Truncation and padding that the file may ask for are switched off: a document is encoded whole. Special tokens are
-//! never added here; [`TextTokenizer::bos`] says what the tokenizer would put in front, and packing decides. Slow
+//! Truncation, padding and dropout that the file may ask for are switched off: a document is encoded whole, and the same every
+//! time. Special tokens are never added here; [`TextTokenizer::bos`] says what the tokenizer would put in front, and packing decides. Slow
 //! (SentencePiece, vocab + merges) tokenizers are refused, not approximated.
 
 use std::fmt;
@@ -11,8 +11,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use tokenizers::Tokenizer;
+use tokenizers::{ModelWrapper, Tokenizer};
 use wush_format::FormatError;
+use wush_format::guard;
 
 use crate::{Checkpoint, CheckpointError, Result};
 
@@ -56,6 +57,7 @@ impl TextTokenizer {
         let mut inner = guarded(&path, || Tokenizer::from_bytes(bytes))?;
         inner.with_truncation(None).map_err(failed)?;
         inner.with_padding(None);
+        without_dropout(&mut inner);
         let bos = find_bos(&inner, &path)?;
         Ok(Self { inner, path, bos })
     }
@@ -84,7 +86,7 @@ impl TextTokenizer {
     /// # Errors
     /// `Tokenizer` when the decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, false).map_err(|e| tokenizer_error(&self.path, &e))
+        guarded(&self.path, || self.inner.decode(ids, false))
     }
 
     /// The one token that the tokenizer itself puts in front of every text, if it does.
@@ -107,9 +109,20 @@ impl TextTokenizer {
 
 /// Runs a part of the tokenizers crate, which panics on some files that it accepts: that is an error of the file here.
 fn guarded<T>(path: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+    match guard::guarded(work) {
         Ok(result) => result.map_err(|e| tokenizer_error(path, &e)),
-        Err(_) => Err(tokenizer_error(path, &"the tokenizers library panicked on it")),
+        Err(guard::Panicked) => Err(tokenizer_error(path, &"the tokenizers library cannot handle it")),
+    }
+}
+
+/// BPE dropout leaves out merges at random, for training: ids would differ from run to run. Nothing else that a file can ask
+/// for is random (Unigram's sampling cannot be stored).
+fn without_dropout(tokenizer: &mut Tokenizer) {
+    let ModelWrapper::BPE(model) = tokenizer.get_model() else { return };
+    if model.dropout.is_some() {
+        let mut model = model.clone();
+        model.dropout = None;
+        tokenizer.with_model(model);
     }
 }
 
@@ -225,6 +238,26 @@ mod tests {
         assert_eq!(batch, [vec![2], vec![3, 4, 0, 3]]);
         assert_eq!(tokenizer.vocab_size(), 6);
         assert_eq!(tokenizer.decode(&[2, 0]).expect("valid"), "a <eos>");
+    }
+
+    #[test]
+    fn dropout_is_switched_off() {
+        let json = |dropout: &str| {
+            format!(
+                r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,"pre_tokenizer":null,
+                "post_processor":null,"decoder":null,"model":{{"type":"BPE","dropout":{dropout},"unk_token":null,
+                "continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,
+                "vocab":{{"a":0,"b":1,"ab":2}},"merges":["a b"]}}}}"#
+            )
+        };
+        let dir = tempfile::tempdir().expect("temporary directory");
+        // At 1 no merge would ever be made, at 0.5 every second one.
+        for dropout in ["null", "0.5", "1.0"] {
+            std::fs::write(dir.path().join(TOKENIZER_FILE), json(dropout)).expect("writable");
+            let tokenizer = TextTokenizer::open(dir.path()).expect("valid");
+            assert_eq!(tokenizer.encode(&"ab".repeat(64)).expect("valid"), [2; 64], "{dropout}");
+            assert_eq!(tokenizer.encode_batch(&["ab".repeat(64)]).expect("valid"), [[2; 64]], "{dropout}");
+        }
     }
 
     #[test]

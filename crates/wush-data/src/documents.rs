@@ -4,9 +4,8 @@
 
 use std::path::Path;
 
-use serde_json::Value;
-
-use crate::lines::Lines;
+use crate::lines::{Lines, MAX_LINE_BYTES};
+use crate::record::{self, Field};
 use crate::source::{Compression, FileKind};
 use crate::table::Table;
 use crate::{DataError, Result};
@@ -16,6 +15,10 @@ pub(crate) const SEPARATOR: &str = "<|endoftext|>";
 /// A longer `.txt` document is handed on in pieces of at least this size, each ending at a line's end: bounds memory
 /// and the time to the first sequence.
 const MAX_PIECE_BYTES: usize = 4 << 20;
+/// Longest text that is tokenized in one piece: a document of a `.jsonl` or a table, a line of a `.txt`. The tokenizer takes some
+/// hundred times that memory and cannot be interrupted, and where else a text may be cut it does not say. 16 MiB are about as many
+/// tokens as the paper's whole calibration.
+pub(crate) const MAX_DOCUMENT_BYTES: usize = 16 << 20;
 
 /// A document, or a part of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,7 +50,7 @@ impl Documents {
         match FileKind::of(path) {
             Some((FileKind::Text, compression)) => Ok(Self::Text(TextFile::open(path, compression, options)?)),
             Some((FileKind::JsonLines, compression)) => Ok(Self::JsonLines(JsonLines {
-                lines: Lines::open(path, compression)?,
+                lines: Lines::open(path, compression, MAX_LINE_BYTES)?,
                 field: options.text_field.clone(),
             })),
             Some((FileKind::Parquet, _)) => Ok(Self::Table(Table::open(path, &options.text_field)?)),
@@ -69,6 +72,14 @@ fn whole(text: String) -> Document {
     Document { text, is_new: true }
 }
 
+/// Refuses a document of more than [`MAX_DOCUMENT_BYTES`].
+pub(crate) fn check_length(n_bytes: usize, path: &Path, place: impl FnOnce() -> String) -> Result<()> {
+    if n_bytes <= MAX_DOCUMENT_BYTES {
+        return Ok(());
+    }
+    Err(DataError::LongDocument { path: path.to_owned(), place: place(), max_bytes: MAX_DOCUMENT_BYTES })
+}
+
 /// Nothing but white space.
 pub(crate) fn is_blank(text: &str) -> bool {
     text.trim().is_empty()
@@ -85,7 +96,7 @@ pub(crate) struct TextFile {
 
 impl TextFile {
     fn open(path: &Path, compression: Compression, options: &ReadOptions) -> Result<Self> {
-        let lines = Lines::open(path, compression)?;
+        let lines = Lines::open(path, compression, MAX_DOCUMENT_BYTES)?;
         Ok(Self { lines, separator: options.separator, max_piece_bytes: MAX_PIECE_BYTES, is_new: true })
     }
 
@@ -147,47 +158,27 @@ impl JsonLines {
             if is_blank(line) {
                 continue;
             }
-            let parsed = serde_json::from_str(line);
-            let text = self.text_of(parsed)?;
+            let text = record::read(line, &self.field);
+            let (path, place) = (self.lines.path(), || format!("line {}", self.lines.number()));
+            let text = match text {
+                Ok(Field::Text(text)) => text,
+                Ok(Field::Null) => continue,
+                Ok(Field::Other(found)) => {
+                    let (path, field) = (path.to_owned(), self.field.clone());
+                    return Err(DataError::NotText { path, place: place(), field, found: found.to_owned() });
+                }
+                Ok(Field::Absent { names }) => {
+                    let (path, field) = (path.to_owned(), self.field.clone());
+                    return Err(DataError::NoField { path, place: place(), field, available: names });
+                }
+                Err(detail) => {
+                    return Err(DataError::Json { path: path.to_owned(), line: self.lines.number(), detail });
+                }
+            };
+            check_length(text.len(), path, place)?;
             if !is_blank(&text) {
                 return Ok(Some(text));
             }
         }
-    }
-
-    /// The text of one record; a null is an empty document.
-    fn text_of(&self, parsed: serde_json::Result<Value>) -> Result<String> {
-        let (path, line) = (self.lines.path().to_owned(), self.lines.number());
-        let (field, place) = (self.field.clone(), format!("line {line}"));
-        let mut record = match parsed {
-            Ok(Value::Object(record)) => record,
-            Ok(other) => {
-                let detail = format!("expected a JSON object, found {}", kind_of(&other));
-                return Err(DataError::Json { path, line, detail });
-            }
-            Err(e) => {
-                return Err(DataError::Json { path, line, detail: format!("not JSON (column {}): {e}", e.column()) });
-            }
-        };
-        match record.remove(&field) {
-            Some(Value::String(text)) => Ok(text),
-            Some(Value::Null) => Ok(String::new()),
-            Some(other) => Err(DataError::NotText { path, place, field, found: kind_of(&other).to_owned() }),
-            None => {
-                let names: Vec<&str> = record.keys().map(String::as_str).collect();
-                Err(DataError::NoField { path, place, field, available: names.join(", ") })
-            }
-        }
-    }
-}
-
-fn kind_of(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
     }
 }

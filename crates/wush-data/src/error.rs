@@ -72,6 +72,16 @@ pub enum DataError {
         /// The bound.
         max_bytes: usize,
     },
+    /// A document that would have to be tokenized in one piece.
+    #[error("{path}: {place} holds a document of more than {max_bytes} bytes")]
+    LongDocument {
+        /// The file.
+        path: PathBuf,
+        /// "line N" or "the table".
+        place: String,
+        /// The bound.
+        max_bytes: usize,
+    },
     /// Text that is not JSON, or not the JSON expected.
     #[error("{path}: line {line}: {detail}")]
     Json {
@@ -219,7 +229,7 @@ impl DataError {
                 "pass --calib FILE, a folder, or hf:org/name[@revision][:glob]".to_owned()
             }
             Self::InvalidUtf8 { .. } => "convert the file to UTF-8, for example with iconv".to_owned(),
-            Self::LineTooLong { .. } => "break the text into lines or documents".to_owned(),
+            Self::LineTooLong { .. } | Self::LongDocument { .. } => "break the text into lines or documents".to_owned(),
             Self::Json { .. } => {
                 ".jsonl holds one JSON object a line; .json holds lists of token ids: [[1, 2, …], …]".to_owned()
             }
@@ -233,6 +243,9 @@ impl DataError {
             Self::Damaged { .. } => "the file is damaged or cut short: copy or download it again".to_owned(),
             Self::TooManyIds { .. } | Self::TooManySequences { .. } => {
                 "take fewer with --sequences, or split the file and merge the statistics with `wush merge`".to_owned()
+            }
+            Self::TooLittle { found: 0, of_length: None, .. } => {
+                "put at least one list of token ids into it: [[1, 2, …], …]".to_owned()
             }
             Self::TooLittle { found: 0, of_length: Some(_), .. } => "pass more text, or a smaller --seq-len".to_owned(),
             Self::TooLittle { found, of_length, .. } => {

@@ -19,6 +19,7 @@ mod files;
 mod ids;
 mod lines;
 mod pack;
+mod record;
 mod source;
 mod table;
 
@@ -35,7 +36,7 @@ use pack::Packer;
 use source::{Compression, FileKind};
 
 pub use error::{DataError, Result};
-pub use pack::{DEFAULT_SEQUENCES, PackOptions, Packed};
+pub use pack::{DEFAULT_SEQUENCES, PackOptions, Packed, TextSize};
 pub use source::CalibSource;
 
 /// Stage name for the monitor.
@@ -89,7 +90,7 @@ fn load_ids(path: &Path, compression: Compression, options: &PackOptions, monito
     monitor.begin(STAGE, "tokens", n_tokens);
     monitor.advance(n_tokens);
     monitor.end();
-    Ok(Packed { sequences, source: name, n_text_bytes: 0 })
+    Ok(Packed { sequences, source: name, text: TextSize::default() })
 }
 
 fn load_text(files: Files, tokenizer: &TextTokenizer, options: &PackOptions, monitor: &dyn Monitor) -> Result<Packed> {
@@ -110,10 +111,10 @@ fn load_text(files: Files, tokenizer: &TextTokenizer, options: &PackOptions, mon
     if options.eos.is_none() && packer.n_documents() > 1 {
         monitor.note("the model names no end-of-text id: documents are joined without one");
     }
-    let n_text_bytes = packer.n_text_bytes;
+    let text = packer.text;
     let sequences = packer.finish(&files.name)?;
     pack::check_ids(&sequences, options.vocab_size, &files.name)?;
-    Ok(Packed { sequences, source: files.name, n_text_bytes })
+    Ok(Packed { sequences, source: files.name, text })
 }
 
 fn read_file(
@@ -126,29 +127,31 @@ fn read_file(
     let mut documents = Documents::open(path, options)?;
     loop {
         let n_needed = packer.n_missing().saturating_mul(BYTES_PER_TOKEN);
-        let (texts, is_new) = next_batch(&mut documents, n_needed.clamp(MIN_BATCH_BYTES, MAX_BATCH_BYTES))?;
+        let (texts, is_new) = next_batch(&mut documents, n_needed.clamp(MIN_BATCH_BYTES, MAX_BATCH_BYTES), monitor)?;
+        if monitor.interrupted() {
+            return Err(DataError::Interrupted);
+        }
         if texts.is_empty() {
             return Ok(());
         }
-        packer.n_text_bytes = packer.n_text_bytes.max(texts.iter().map(String::len).sum());
+        let encoded = tokenizer.encode_batch(&texts)?;
+        let (n_bytes, n_tokens) = (texts.iter().map(String::len).sum(), encoded.iter().map(Vec::len).sum());
+        packer.text = packer.text.max(TextSize { n_bytes, n_tokens });
         let n_before = packer.n_packed();
-        for (ids, is_new) in tokenizer.encode_batch(&texts)?.iter().zip(is_new) {
+        for (ids, is_new) in encoded.iter().zip(is_new) {
             packer.push(ids, is_new);
         }
         monitor.advance((packer.n_packed() - n_before) as u64);
         if packer.is_full() {
             return Ok(());
         }
-        if monitor.interrupted() {
-            return Err(DataError::Interrupted);
-        }
     }
 }
 
-/// The next documents, of `n_bytes` together or a little more; none at the end. With each, whether it begins a document.
-fn next_batch(documents: &mut Documents, n_bytes: usize) -> Result<(Vec<String>, Vec<bool>)> {
+/// The next documents, of `n_bytes` together or a little more, or fewer when the user asks to stop; none at the end. With each, whether it begins a document.
+fn next_batch(documents: &mut Documents, n_bytes: usize, monitor: &dyn Monitor) -> Result<(Vec<String>, Vec<bool>)> {
     let (mut texts, mut is_new, mut n) = (Vec::new(), Vec::new(), 0);
-    while n < n_bytes {
+    while n < n_bytes && !monitor.interrupted() {
         let Some(document) = documents.next()? else { break };
         n += document.text.len();
         texts.push(document.text);

@@ -11,7 +11,7 @@ use wush_format::json::open_regular;
 use crate::source::Compression;
 use crate::{DataError, Result};
 
-/// Longest line that is read: a document of a `.jsonl`. Bounds memory against a file without line ends.
+/// Longest line of a `.jsonl` that is read, with all its fields. Bounds memory against a file without line ends.
 pub(crate) const MAX_LINE_BYTES: usize = 64 << 20;
 
 /// What some editors put in front of UTF-8; it is no text.
@@ -53,9 +53,10 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    pub(crate) fn open(path: &Path, compression: Compression) -> Result<Self> {
+    /// Lines of at most `max_bytes`.
+    pub(crate) fn open(path: &Path, compression: Compression, max_bytes: usize) -> Result<Self> {
         let reader = open(path, compression)?;
-        Ok(Self { compression, ..Self::new(path, reader, MAX_LINE_BYTES) })
+        Ok(Self { compression, ..Self::new(path, reader, max_bytes) })
     }
 
     fn new(path: &Path, reader: Box<dyn Read>, max_bytes: usize) -> Self {

@@ -45,8 +45,24 @@ pub struct Packed {
     /// Where they came from, for people: a file's or folder's name without the directories above it, or
     /// `hf:org/name@commit[:glob]`.
     pub source: String,
-    /// Most text that was tokenized at once, bytes: what reading it took of memory. 0 for token-id lists.
-    pub n_text_bytes: usize,
+    /// Most text that was tokenized at once: what reading it took of memory. 0 for token-id lists.
+    pub text: TextSize,
+}
+
+/// How much text there was.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TextSize {
+    /// Its length.
+    pub n_bytes: usize,
+    /// Tokens that it became.
+    pub n_tokens: usize,
+}
+
+impl TextSize {
+    /// The larger of each.
+    pub(crate) fn max(self, other: Self) -> Self {
+        Self { n_bytes: self.n_bytes.max(other.n_bytes), n_tokens: self.n_tokens.max(other.n_tokens) }
+    }
 }
 
 /// Cuts a stream of documents into sequences.
@@ -57,8 +73,8 @@ pub(crate) struct Packer<'a> {
     current: Vec<u32>,
     n_documents: usize,
     n_tokens: usize,
-    /// [`Packed::n_text_bytes`] so far.
-    pub(crate) n_text_bytes: usize,
+    /// [`Packed::text`] so far.
+    pub(crate) text: TextSize,
 }
 
 impl<'a> Packer<'a> {
@@ -72,7 +88,7 @@ impl<'a> Packer<'a> {
             current: Vec::new(),
             n_documents: 0,
             n_tokens: 0,
-            n_text_bytes: 0,
+            text: TextSize::default(),
         }
     }
 

@@ -323,6 +323,49 @@ fn no_more_is_read_than_needed() {
 }
 
 #[test]
+fn damaged_tables_are_errors_and_no_panics() {
+    let room = room();
+    let path = room.dir.path().join("t.parquet");
+    let texts: ArrayRef = Arc::new(StringArray::from(vec!["w0 w1", "w2", "w0 w1"]));
+    write_table(&path, vec![("text", texts)], 10);
+    let bytes = fs::read(&path).expect("readable");
+    let mut n_caught = 0;
+    for at in 0..bytes.len() {
+        for value in [0x00, 0x7f, 0xff] {
+            let mut damaged = bytes.clone();
+            damaged[at] = value;
+            let result = room.load(&room.write("damaged.parquet", &damaged), &options(2, 1));
+            n_caught += usize::from(result.is_err_and(|error| error.to_string().contains("library cannot handle it")));
+        }
+    }
+    assert!(n_caught > 0, "the guard was never needed");
+}
+
+#[test]
+fn documents_too_long_for_one_piece_are_refused() {
+    let room = room();
+    let long = "w0 ".repeat((16 << 20) / 3 + 1);
+    let line = format!("{{\"text\":\"{long}\"}}\n");
+    let error = room.fails(&room.write("a.jsonl", line.as_bytes()));
+    assert!(error.to_string().ends_with("a.jsonl: line 1 holds a document of more than 16777216 bytes"), "{error}");
+    assert!(matches!(room.fails(&room.write("a.txt", long.as_bytes())), DataError::LineTooLong { line: 1, .. }));
+    // Of another field no more than its line is held.
+    let line = format!("{{\"id\":\"{long}\",\"text\":\"w0 w1\"}}\n");
+    assert_eq!(room.first(&room.write("b.jsonl", line.as_bytes()), 2), [10, 11]);
+    let path = room.dir.path().join("t.parquet");
+    let texts: ArrayRef = Arc::new(StringArray::from(vec!["w0", &long]));
+    write_table(&path, vec![("text", texts)], 10);
+    assert!(matches!(room.fails(&CalibSource::Path(path)), DataError::LongDocument { .. }));
+}
+
+#[test]
+fn a_file_without_lists_says_what_to_put_into_it() {
+    let room = room();
+    let error = room.fails(&room.write("a.json", b"[]"));
+    assert_eq!(error.hint().as_deref(), Some("put at least one list of token ids into it: [[1, 2, …], …]"));
+}
+
+#[test]
 fn a_line_without_end_is_refused() {
     let room = room();
     let bomb = room.write("bomb.jsonl.gz", &gz(&vec![b' '; (64 << 20) + 1]));

@@ -143,7 +143,7 @@ fn read_sidecar<L>(
     roles: &[&str],
     read_layer: impl Fn(usize) -> Result<L>,
 ) -> Result<(BTreeMap<usize, L>, Sha)> {
-    check_format(file, format, SIDECAR_VERSION)?;
+    check_format(file, format, SIDECAR_VERSION, &["model_hash"])?;
     let model_hash = parse_meta(file, format, "model_hash")?;
     let layers = layer_ids(file, format, roles)?.into_iter().map(|layer| Ok((layer, read_layer(layer)?)));
     Ok((layers.collect::<Result<_>>()?, model_hash))

@@ -25,8 +25,8 @@ pub(crate) fn format_metadata(format: &str, version: u32) -> BTreeMap<String, St
     BTreeMap::from([(FORMAT_KEY.to_owned(), format.to_owned()), (VERSION_KEY.to_owned(), version.to_string())])
 }
 
-/// Refuses a file of another format or version, and metadata that could draw on a terminal.
-pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32) -> Result<()> {
+/// Refuses a file of another format or version, metadata that could draw on a terminal, and entries besides `keys`.
+pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32, keys: &[&str]) -> Result<()> {
     let found = file.metadata().get(FORMAT_KEY).map_or("", String::as_str);
     if found != format {
         let detail = format!("expected the metadata entry format = {format}, found {}", shown(found));
@@ -37,7 +37,12 @@ pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32
         let (path, found) = (file.path().to_owned(), shown(found));
         return Err(FormatError::Version { path, kind: format, found, expected: version });
     }
-    refuse_active_metadata(file, format)
+    refuse_active_metadata(file, format)?;
+    let known = |key: &str| key == FORMAT_KEY || key == VERSION_KEY || keys.contains(&key);
+    match file.metadata().keys().find(|key| !known(key)) {
+        Some(key) => Err(FormatError::invalid(file.path(), format, format!("unknown metadata entry {}", shown(key)))),
+        None => Ok(()),
+    }
 }
 
 /// The layer ids of a file whose every tensor is `layers.{i}.{role}` with a role of `roles`; every layer has all roles,

@@ -21,6 +21,8 @@
 
 pub mod atomic;
 pub mod bundle;
+pub mod equivalence;
+pub mod guard;
 pub mod hash;
 pub mod index;
 pub mod json;

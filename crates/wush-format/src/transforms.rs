@@ -15,6 +15,9 @@ use crate::{FormatError, Result};
 pub const TRANSFORMS_VERSION: u32 = 1;
 /// `format` in its metadata.
 const FORMAT: &str = "wush-transforms";
+/// Metadata entries besides format and version.
+const METADATA: [&str; 8] =
+    ["calibration", "damping", "model_hash", "preset", "report", "seed", "stats_hash", "transform"];
 /// What a layer has.
 const ROLES: [&str; 2] = ["key", "value"];
 
@@ -92,7 +95,7 @@ impl Transforms {
     /// # Errors
     /// `Invalid`, `Version`, `MissingTensor`, `WrongTensor`.
     pub fn from_file(file: &TensorFile) -> Result<Self> {
-        check_format(file, FORMAT, TRANSFORMS_VERSION)?;
+        check_format(file, FORMAT, TRANSFORMS_VERSION, &METADATA)?;
         let mut layers = BTreeMap::new();
         for layer in layer_ids(file, FORMAT, &ROLES)? {
             let transforms = LayerTransforms { key: read(file, layer, "key")?, value: read(file, layer, "value")? };

@@ -16,10 +16,12 @@ use wush_format::tensor_file::{Dtype, TensorView};
 use wush_model::spec::ModelSpec;
 
 use crate::files::list;
+use crate::hessian::contradiction;
 use crate::inspect::Base;
 use crate::number::{count, finite, shown, worse};
 use crate::report::{FoldAudit, Report};
 use crate::sidecars::value_head;
+use crate::solver::Precision;
 use crate::{InspectError, Result, coordinates, index, manifest};
 
 /// What is compared with a base, and how.
@@ -92,6 +94,9 @@ impl Comparison<'_> {
             add_check(report, "value sidecar is what was folded", what, explained, &stated);
         }
         if let Some(stated) = self.manifest {
+            if self.values.is_some() && !stated.layers.is_empty() {
+                report.check_result("value transforms fit the base", unfit(&found));
+            }
             let errors: Vec<_> = found.iter().map(|head| (head.check.layer, head.check.rel_error)).collect();
             let with_bias = self.spec.layers.iter().any(|layer| layer.attn.v.bias.is_some());
             report.check_result("fold error", manifest::check_fold_error(stated, &errors, with_bias));
@@ -122,13 +127,17 @@ impl Comparison<'_> {
                 let new = HeadWeights::read(self.checkpoint, attn, layer, head)?;
                 let transform = self.values.map(|values| value_head(values, layer, head));
                 let transform = transform.filter(|transform| transform.len() == attn.head_dim * attn.head_dim);
-                let stated = transform.map(|transform| check_transform(&old, &new, &transform));
+                let stated = transform.as_ref().map(|transform| check_transform(&old, &new, transform));
+                let record = self.manifest.map(manifest::record);
+                let misfit = transform
+                    .zip(record)
+                    .and_then(|(transform, record)| contradiction(&old, &transform, &record, Precision::F32));
                 self.monitor.advance(1);
                 let coordinates = match self.roundings {
                     Roundings::One => 0.0,
                     Roundings::Two => coordinates::excess(&old, &new),
                 };
-                Ok(Found { check: check_head(&old, &new, self.roundings), stated, coordinates })
+                Ok(Found { check: check_head(&old, &new, self.roundings), stated, misfit, coordinates })
             })
             .collect();
         self.monitor.end();
@@ -154,6 +163,8 @@ struct Found {
     check: HeadCheck,
     /// Of a bundle with a usable sidecar.
     stated: Option<TransformCheck>,
+    /// What the manifest says of its transform and the base's weights contradict; see [`contradiction`].
+    misfit: Option<String>,
     /// Of a plain checkpoint: see [`coordinates::excess`].
     coordinates: f64,
 }
@@ -161,16 +172,25 @@ struct Found {
 impl Found {
     /// Puts the figures into the report's head.
     fn put(self, report: &mut Report) {
-        let Self { check, stated, coordinates } = self;
+        let Self { check, stated, misfit, coordinates } = self;
         let weights = [check.values, check.bias, check.outputs, check.product].into_iter().fold(0.0, worse);
         let sidecar = stated.as_ref().map(|stated| worse(stated.values, stated.outputs));
         report.head(check.layer, check.head).fold = Some(FoldAudit {
             rel_error: finite(check.rel_error),
             weights_excess: finite(weights),
             sidecar_excess: sidecar.and_then(finite),
-            ok: check.ok && stated.is_none_or(|stated| stated.ok) && coordinates <= 1.0,
+            ok: check.ok && stated.is_none_or(|stated| stated.ok) && misfit.is_none() && coordinates <= 1.0,
         });
     }
+}
+
+/// Value transforms that cannot have been solved for the base's output projections.
+fn unfit(found: &[Found]) -> Result<String, String> {
+    let misfit = |Found { check, misfit, .. }: &Found| {
+        Some(format!("layer {}, KV head {}: {}", check.layer, check.head, misfit.as_ref()?))
+    };
+    let problems: Vec<String> = found.iter().filter_map(misfit).collect();
+    if problems.is_empty() { Ok(count(found.len(), "head")) } else { Err(list(&problems)) }
 }
 
 /// Rows that a fold may change, by tensor: values, value biases, output projections.

@@ -18,7 +18,7 @@ use crate::inspect::Base;
 use crate::number::{count, digest, shown};
 use crate::report::{Kind, Report};
 use crate::sidecars::{Model, check_key, check_value, stored_keys, stored_values};
-use crate::solver::{Precision, check_record, check_stored};
+use crate::solver::{Precision, check_length, check_record, check_stored};
 use crate::{InspectError, Result, files, index, manifest};
 
 /// Tokens a head dimension below which a calibration is called small. The relative error of a covariance's eigenvalues is
@@ -64,7 +64,9 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
         check_record(&mut report, &manifest::record(manifest), head_dim.unwrap_or(0));
         if let (Some(calibration), Some(head_dim)) = (&manifest.calibration, head_dim) {
             check_calibration(&mut report, calibration.tokens, head_dim);
+            check_length(&mut report, calibration.max_seq_len, calibration.rope_scaling.as_deref(), &spec);
         }
+        manifest::describe_tolerance(&mut report, manifest, &checkpoint, &spec);
     }
     if let Some(total) = index::check_total(&checkpoint, manifest.as_ref()) {
         report.check_result("index", total);

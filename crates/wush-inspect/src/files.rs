@@ -49,6 +49,9 @@ pub(crate) fn check_listed(dir: &Path, files: &[FileEntry], monitor: &dyn Monito
 
 fn problem_of(dir: &Path, file: &FileEntry) -> Option<String> {
     let path = dir.join(&file.path);
+    if leads_out(dir, &path) {
+        return Some(format!("{}: a link that leads out of the bundle", file.path));
+    }
     let metadata = match std::fs::metadata(&path) {
         Ok(metadata) if metadata.is_file() => metadata,
         Ok(_) => return Some(format!("{}: not a file", file.path)),
@@ -64,6 +67,12 @@ fn problem_of(dir: &Path, file: &FileEntry) -> Option<String> {
         }
         Err(error) => Some(error.to_string()),
     }
+}
+
+/// Whether `path` is another file than one below `dir`, or than a blob of the snapshot that `dir` is.
+fn leads_out(dir: &Path, path: &Path) -> bool {
+    let (Ok(root), Ok(target)) = (dir.canonicalize(), path.canonicalize()) else { return false };
+    !target.starts_with(root) && !is_blob(dir, path)
 }
 
 /// Whether every file below `dir` is in the manifest.

@@ -17,6 +17,7 @@ mod bundle;
 mod coordinates;
 mod error;
 mod files;
+mod hessian;
 mod html;
 mod index;
 mod inspect;

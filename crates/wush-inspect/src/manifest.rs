@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use wush_checkpoint::{Checkpoint, weights_hash};
 use wush_format::bundle::WUSH_DIR;
+use wush_format::equivalence::tolerance;
 use wush_format::manifest::{Equivalence, FOLDED_VALUES, FileEntry, Manifest};
 use wush_format::tensor_file::Dtype;
 use wush_model::spec::ModelSpec;
@@ -30,6 +31,7 @@ const LOGIT_TOL: f64 = 1e-5;
 pub(crate) fn record(manifest: &Manifest) -> Record<'_> {
     Record {
         transform: &manifest.solve.transform,
+        preset: &manifest.solve.preset,
         damping: manifest.solve.damping,
         seed: manifest.solve.seed,
         names_statistics: manifest.solve.stats_hash.is_some(),
@@ -125,6 +127,18 @@ pub(crate) fn check_equivalence(report: &mut Report, equivalence: &Equivalence) 
     );
     let detail = if fits { figures } else { format!("{figures}; the figures contradict each other") };
     report.check("equivalence", decided && passed && fits, detail);
+}
+
+/// Says so when the equivalence check was less strict than it is where nobody asks for a tolerance.
+pub(crate) fn describe_tolerance(report: &mut Report, manifest: &Manifest, checkpoint: &Checkpoint, spec: &ModelSpec) {
+    let Some(equivalence) = &manifest.equivalence else { return };
+    let folded = folded_rows(spec);
+    let dtypes = folded.keys().filter_map(|name| Some(checkpoint.locate(name)?.1.dtype));
+    let default = dtypes.map(|dtype| tolerance(dtype, equivalence.tokens)).fold(0.0, f64::max);
+    if equivalence.tolerance > default {
+        let (stated, default) = (shown(equivalence.tolerance), shown(default));
+        report.fact("equivalence tolerance", format!("{stated}, as asked for; the default is {default}"));
+    }
 }
 
 /// The source's list against the base's files.

@@ -5,6 +5,8 @@
 
 use rayon::prelude::*;
 use wush_format::manifest::{Calibration, HeadReport, LayerReport};
+use wush_model::arch::RopeScaling;
+use wush_model::spec::ModelSpec;
 use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, TransformKind, find, solve};
 
 use crate::files::list;
@@ -12,16 +14,24 @@ use crate::number::{count, shown};
 use crate::report::{HeadAudit, Report};
 
 /// Figures of the solver are ratios of f64 sums, good to about d·ε·cond: 1e-6 for every transform that is worth storing.
-const REL_TOL: f64 = 1e-6;
+pub(crate) const REL_TOL: f64 = 1e-6;
 /// Theorem 3's bound sums roots of eigenvalues, of which those just above d·ε of the largest are noise: √(d·ε) ≤ 2e-7 each,
 /// d of them, at d ≤ 256.
 const BOUND_REL_TOL: f64 = 1e-4;
 /// Condition numbers are saturated here: beyond, f64 says no more than "singular".
 const SATURATED: f64 = 1.0 / f64::EPSILON;
 
+/// What wush writes as preset, device and arithmetic.
+const PRESETS: [&str; 2] = ["default", "paper"];
+const DEVICES: [&str; 1] = ["cpu"];
+const COMPUTES: [&str; 1] = ["f32"];
+/// Between the devices of merged statistics.
+const MERGED: &str = " + ";
+
 /// How transforms were solved, as a transforms file or a manifest says.
 pub(crate) struct Record<'a> {
     pub(crate) transform: &'a str,
+    pub(crate) preset: &'a str,
     pub(crate) damping: f64,
     pub(crate) seed: u64,
     /// Whether the statistics are named by their hash.
@@ -54,7 +64,7 @@ impl Precision {
         }
     }
 
-    fn roundoff(self) -> f64 {
+    pub(crate) fn roundoff(self) -> f64 {
         match self {
             Self::F32 => f64::from(f32::EPSILON) / 2.0,
             Self::F64 => f64::EPSILON / 2.0,
@@ -80,12 +90,16 @@ pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize)
         )
     };
     let damping_ok = record.damping.is_finite() && record.damping >= 0.0;
-    report.check("solver's record", complete && damping_ok, detail);
+    let known = PRESETS.contains(&record.preset);
+    let detail = if known { detail } else { format!("unknown preset {}", record.preset) };
+    report.check("solver's record", complete && damping_ok && known, detail);
     if let Some(calibration) = record.calibration {
         let Calibration { sequences, max_seq_len, tokens, .. } = calibration;
         let sequences = count(usize::try_from(*sequences).unwrap_or(usize::MAX), "sequence");
         let detail = format!("{tokens} tokens in {sequences} of at most {max_seq_len}");
-        report.check("calibration figures", calibration.is_consistent(), detail);
+        let detail = unknown_word(calibration).unwrap_or(detail);
+        let ok = calibration.is_consistent() && unknown_word(calibration).is_none();
+        report.check("calibration figures", ok, detail);
     }
     let problems: Vec<String> = record
         .layers
@@ -109,19 +123,49 @@ pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize)
     }
 }
 
+/// A word of a calibration that no wush writes. Merged statistics name all devices.
+fn unknown_word(calibration: &Calibration) -> Option<String> {
+    let Calibration { rope_scaling, device, compute, .. } = calibration;
+    unknown_device(device, compute).or_else(|| match rope_scaling.as_deref().map(str::parse::<RopeScaling>) {
+        Some(Err(error)) => Some(error.to_string()),
+        _ => None,
+    })
+}
+
+/// A device or an arithmetic that no wush computes with.
+pub(crate) fn unknown_device(device: &str, compute: &str) -> Option<String> {
+    let device = device.split(MERGED).find(|name| !DEVICES.contains(name));
+    let compute = Some(compute).filter(|name| !COMPUTES.contains(name));
+    let unknown = |what: &str, name: &str| format!("unknown {what} {name}");
+    device.map(|name| unknown("device", name)).or_else(|| compute.map(|name| unknown("arithmetic", name)))
+}
+
+/// Whether the calibrated length is one that the model reaches, with the scaling that it was calibrated with.
+pub(crate) fn check_length(report: &mut Report, max_seq_len: u64, rope_scaling: Option<&str>, spec: &ModelSpec) {
+    let own = spec.max_position_embeddings;
+    let scaling = rope_scaling.and_then(|text| text.parse::<RopeScaling>().ok());
+    let longest = scaling.map_or(own, |scaling| scaling.scaled_positions(own)) as u64;
+    let with = rope_scaling.map(|text| format!(" with {text}")).unwrap_or_default();
+    let detail = format!("{max_seq_len} tokens of the {longest} positions that the model reaches{with}");
+    report.check("calibrated length", max_seq_len <= longest, detail);
+}
+
 /// The first figure that no statistics could have given.
 ///
 /// A damped matrix has a condition number of at most 1 + d/γ. Theorem 3's bound is at most tr(M) tr(H), by Cauchy-Schwarz, so
 /// gain times ratio is at least 1. Eq. 1's TᵀT is the geometric mean of the damped H and M⁻¹ up to its scale, so cond(T)⁴ is at
 /// most the product of their condition numbers; an orthogonal T has condition 1 and gain 1. A sum of n outer products has at
-/// most rank n.
+/// most rank n. Without damping Eq. 1 takes no matrix that is singular in f64.
 fn impossible(found: &HeadReport, kind: &TransformKind, record: &Record<'_>, dim: usize) -> Option<String> {
     let (d, damping) = (dim as f64, record.damping);
-    let damped = if damping > 0.0 { (1.0 + d / damping).min(SATURATED) } else { SATURATED };
+    let undamped = if kind.needs_statistics { SATURATED / d } else { SATURATED };
+    let damped = if damping > 0.0 { (1.0 + d / damping).min(SATURATED) } else { undamped };
+    let definite = damping == 0.0 && kind.needs_statistics;
     let within = |x: f64, least: f64, most: f64, tol: f64| x >= least - tol && x <= most * (1.0 + tol);
     let alive = dim.saturating_sub(found.dead_channels);
     let n_tokens = record.calibration.map_or(u64::MAX, |calibration| calibration.tokens);
-    let noise = d * f64::EPSILON * (found.cond_gram + found.cond_hessian);
+    // At the edge of what f64 tells from singular, a figure is good to a factor of two.
+    let noise = (d * f64::EPSILON * (found.cond_gram + found.cond_hessian)).min(1.0);
     let largest = if kind.needs_statistics { (found.cond_gram * found.cond_hessian).powf(0.25) } else { 1.0 };
     let product = found.predicted_gain * found.trace_product_over_bound;
     let gain_ok = found.predicted_gain > 0.0
@@ -133,7 +177,7 @@ fn impossible(found: &HeadReport, kind: &TransformKind, record: &Record<'_>, dim
         ("cond_transform", found.cond_transform, within(found.cond_transform, 1.0, largest, REL_TOL + noise)),
         ("rank_gram", found.rank_gram as f64, found.rank_gram <= alive && found.rank_gram as u64 <= n_tokens),
         ("rank_hessian", found.rank_hessian as f64, found.rank_hessian <= alive),
-        ("dead_channels", found.dead_channels as f64, found.dead_channels <= dim),
+        ("dead_channels", found.dead_channels as f64, found.dead_channels <= if definite { 0 } else { dim }),
         (
             "trace_product_over_bound",
             found.trace_product_over_bound,
@@ -164,8 +208,11 @@ pub(crate) fn check_stored(
             Role::Value => (audit.value_condition, audit.value.as_ref()),
         };
         let named = if kind.needs_statistics { None } else { other_than_named(at, role, kind, record.seed, precision) };
-        let found = named.or_else(|| impossible_scale(at, condition?, precision));
-        let found = found.or_else(|| other_condition(at.dim, condition?, solver?.cond_transform, precision));
+        let found = named.or_else(|| match condition {
+            None => Some("it has no finite condition number".to_owned()),
+            Some(condition) => impossible_scale(at, condition, precision)
+                .or_else(|| other_condition(at.dim, condition, solver?.cond_transform, precision)),
+        });
         found.map(|found| format!("layer {}, KV head {}: {found}", at.layer, at.head))
     };
     let problems: Vec<String> = stored.par_iter().zip(&audits).filter_map(problem).collect();

@@ -8,6 +8,7 @@ use wush_format::hash::Sha;
 use wush_format::manifest::HeadReport;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::TensorFile;
+use wush_model::arch::RopeScaling;
 use wush_stats::{LayerStats, Statistics, output_gram_difference};
 use wush_transform::{HeadProblem, Role, Settings, find, solve};
 
@@ -15,7 +16,7 @@ use crate::bundle::check_calibration;
 use crate::inspect::Base;
 use crate::number::count;
 use crate::report::{Kind, Report};
-use crate::solver::head_report;
+use crate::solver::{check_length, head_report, unknown_device};
 use crate::{InspectError, Result};
 
 /// Damping γ of the transform whose gain is shown: the paper's.
@@ -101,6 +102,11 @@ fn describe(report: &mut Report, statistics: &Statistics) {
     );
     let positions = format!("{} in {}", info.positions, count(info.sequence_hashes.len(), "sequence"));
     report.check("positions", info.positions > 0, positions);
+    let unknown = unknown_device(&info.device, &info.compute);
+    let scaling = info.rope_scaling.as_deref().and_then(|text| text.parse::<RopeScaling>().err());
+    if let Some(problem) = unknown.or_else(|| scaling.map(|error| error.to_string())) {
+        report.check("forward pass", false, problem);
+    }
     check_sequences(report, &info.sequence_hashes);
     let head_dim = statistics.layers.values().map(LayerStats::head_dim).max();
     check_calibration(report, info.positions, head_dim.unwrap_or(info.head_dim));
@@ -186,6 +192,7 @@ fn check_base(report: &mut Report, statistics: &Statistics, base: &Base) {
     if !same {
         return;
     }
+    check_length(report, info.max_seq_len, info.rope_scaling.as_deref(), spec);
     let result = match output_gram_difference(&base.checkpoint, spec, statistics) {
         Ok(None) => Ok("those of the base's output projections".to_owned()),
         Ok(Some((layer, head))) => {

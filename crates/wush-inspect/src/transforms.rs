@@ -2,17 +2,20 @@
 
 use std::path::Path;
 
-use wush_fold::condition_limit;
+use rayon::prelude::*;
+use wush_fold::{HeadWeights, condition_limit};
 use wush_format::tensor_file::TensorFile;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_transform::Role;
 
 use crate::bundle::{add_layers, check_calibration, describe_calibration};
+use crate::files::list;
+use crate::hessian::contradiction;
 use crate::inspect::Base;
 use crate::number::count;
 use crate::report::{HeadAudit, Kind, Report};
 use crate::sidecars::Conditions;
-use crate::solver::{Precision, Record, Stored, check_record, check_stored};
+use crate::solver::{Precision, Record, Stored, check_length, check_record, check_stored};
 
 /// Inspects a transforms file; with `base`, also against the shapes of its heads.
 pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Report {
@@ -27,6 +30,7 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
     describe(&mut report, &transforms);
     let record = Record {
         transform: &transforms.transform,
+        preset: &transforms.preset,
         damping: transforms.damping,
         seed: transforms.seed,
         names_statistics: transforms.stats_hash.is_some(),
@@ -60,8 +64,29 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
     }
     if let Some(base) = base {
         check_shapes(&mut report, &transforms, base);
+        if let Some(calibration) = &transforms.calibration {
+            check_length(&mut report, calibration.max_seq_len, calibration.rope_scaling.as_deref(), &base.spec);
+        }
+        if !record.layers.is_empty() {
+            report.check_result("value transforms fit the base", check_values(&transforms, &record, base));
+        }
     }
     report
+}
+
+/// Every value transform and its report against the base's output projection.
+fn check_values(transforms: &Transforms, record: &Record<'_>, base: &Base) -> Result<String, String> {
+    let values = stored(transforms, Role::Value);
+    let problem = |at: &Stored| {
+        let attn = &base.spec.layers.get(at.layer).filter(|layer| at.head < layer.attn.n_kv_heads)?.attn;
+        let found = match HeadWeights::read(&base.checkpoint, attn, at.layer, at.head) {
+            Ok(weights) => contradiction(&weights, &at.matrix, record, Precision::F64),
+            Err(error) => Some(error.to_string()),
+        };
+        found.map(|found| format!("layer {}, KV head {}: {found}", at.layer, at.head))
+    };
+    let problems: Vec<String> = values.par_iter().filter_map(problem).collect();
+    if problems.is_empty() { Ok(count(values.len(), "head")) } else { Err(list(&problems)) }
 }
 
 /// What it is, as facts.

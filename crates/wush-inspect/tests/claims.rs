@@ -7,18 +7,18 @@ use std::fs;
 use std::path::Path;
 
 use bundle::support::{Layout, Tiny};
-use bundle::{Bundle, assert_only, complete, detail, failed, statistics, tiny};
+use bundle::{Bundle, assert_only, complete, detail, failed, solved, statistics, tiny, value_problem};
 use tempfile::TempDir;
-use wush_fold::FoldDtype;
+use wush_fold::{FoldDtype, invert};
 use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, VALUE_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::{HeadReport, Manifest};
 use wush_format::monitor::Quiet;
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_format::transforms::Transforms;
-use wush_inspect::{Report, inspect, to_html, to_text};
+use wush_inspect::{Report, head_report, inspect, to_html, to_text};
 use wush_stats::Statistics;
-use wush_transform::{HeadProblem, Role, Settings, find, solve};
+use wush_transform::{HeadProblem, Role, Settings, find, measure, solve};
 
 fn honest() -> Bundle {
     Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep)
@@ -47,9 +47,20 @@ fn false_claims_of_a_manifest_are_found_without_a_base() {
             let calibration = calibration(m);
             (calibration.tokens, calibration.max_seq_len) = (7, 2);
         }),
-        ("length", &["calibration figures"], |m| calibration(m).max_seq_len = 257),
+        ("length", &["calibration figures", "calibrated length"], |m| calibration(m).max_seq_len = 257),
         ("sequences", &["calibration figures"], |m| calibration(m).sequences = 3),
         ("no sequences", &["calibration figures"], |m| calibration(m).sequences = 0),
+        ("beyond the model", &["calibrated length"], |m| {
+            *calibration(m) = bundle::one_sequence(1 << 20);
+        }),
+        ("scaling", &["calibration figures"], |m| calibration(m).rope_scaling = Some("magic".into())),
+        ("device", &["calibration figures"], |m| calibration(m).device = "cpu + abacus".into()),
+        ("compute", &["calibration figures"], |m| calibration(m).compute = "u2".into()),
+        ("preset", &[record], |m| m.solve.preset = "magic".into()),
+        ("undamped", &["solver's figures"], |m| {
+            m.solve.damping = 0.0;
+            m.layers[0].key[0].cond_gram = 4e15;
+        }),
         ("unknown", &[record], |m| m.solve.transform = "magic".into()),
         ("no statistics", &[record], |m| m.solve.stats_hash = None),
         ("no calibration", &[record], |m| m.calibration = None),
@@ -127,6 +138,84 @@ fn claims_on_the_source_and_the_fold_are_compared_with_the_base() {
     assert_only(&bundle.inspect(true), &[]);
     bundle.edit_manifest(|m| m.source.files.iter_mut().for_each(|file| file.n_bytes += 1));
     assert_only(&bundle.inspect(true), &["files of the source"]);
+}
+
+#[test]
+fn figures_of_values_are_held_to_the_base() {
+    let cases: &[(&str, FigureEdit)] = &[
+        ("cond_hessian", |f| f.cond_hessian *= 1.0 + 1e-5),
+        ("rank_hessian", |f| f.rank_hessian -= 1),
+        ("imbalance", |f| f.imbalance += 1e-3),
+        ("predicted_gain", |f| f.predicted_gain *= 1.0 + 1e-3),
+    ];
+    for (name, edit) in cases {
+        let bundle = honest();
+        bundle.edit_manifest(|manifest| edit(&mut manifest.layers[1].value[0]));
+        assert_only(&bundle.inspect(false), &[]);
+        let report = bundle.inspect(true);
+        assert_only(&report, &["value transforms fit the base"]);
+        let found = detail(&report, "value transforms fit the base");
+        assert!(found.starts_with(&format!("layer 1, KV head 0: {name} ")), "{found}");
+    }
+}
+
+#[test]
+fn a_value_transform_that_eq_1_does_not_give_is_found_with_the_base() {
+    let (root, tiny) = (TempDir::new().expect("temporary directory"), tiny(Layout::Llama));
+    let source = root.path().join("source");
+    tiny.write(&source);
+    let mut transforms = solved(tiny.transforms(&source), &source);
+    let (dim, (sin, cos)) = (8, 0.3_f64.sin_cos());
+    let value = transforms.layers.get_mut(&1).expect("there").value.head_mut(0);
+    for column in 0..dim {
+        let (a, b) = (value[column], value[dim + column]);
+        (value[column], value[dim + column]) = (cos * a - sin * b, sin * a + cos * b);
+    }
+    // Everything that is said of it is true.
+    let (gram, hessian) = value_problem(&source, 1, 0);
+    let problem = HeadProblem { gram: &gram, hessian: &hessian, dim };
+    let measures = measure(value, &invert(value, dim).matrix, &problem, 0.01).expect("measured");
+    transforms.report[1].value[0] = head_report(&measures);
+    complete(transforms.clone()).save(&root.path().join("t.safetensors")).expect("saved");
+    let bundle = Bundle::make(root, source, &transforms, FoldDtype::Keep);
+    assert_only(&bundle.inspect(false), &[]);
+    let file = inspect(&bundle.source.with_file_name("t.safetensors"), Some(&bundle.source), &Quiet);
+    for report in [bundle.inspect(true), file.expect("transforms")] {
+        assert_only(&report, &["value transforms fit the base"]);
+        assert!(detail(&report, "value transforms fit the base").contains("not the solution of Eq. 1"));
+    }
+}
+
+#[test]
+fn transforms_scaled_beyond_all_measure_are_no_transforms() {
+    let (root, tiny) = (TempDir::new().expect("temporary directory"), tiny(Layout::Llama));
+    let (source, path) = (root.path().join("source"), root.path().join("t.safetensors"));
+    tiny.write(&source);
+    let mut transforms = complete(solved(tiny.transforms(&source), &source));
+    transforms.layers.get_mut(&1).expect("there").value.data.iter_mut().for_each(|x| *x *= 1e200);
+    transforms.save(&path).expect("saved");
+    let report = inspect(&path, None, &Quiet).expect("transforms");
+    assert_only(&report, &["value transforms are the solver's"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_listed_file_that_is_a_link_out_of_the_bundle_is_refused() {
+    let bundle = honest();
+    let (path, elsewhere) = (bundle.dir.join("config.json"), bundle.source.with_file_name("elsewhere.json"));
+    fs::rename(&path, &elsewhere).expect("moved");
+    std::os::unix::fs::symlink(&elsewhere, &path).expect("linked");
+    assert!(detail(&bundle.inspect(false), "files").contains("config.json: a link that leads out of the bundle"));
+}
+
+#[test]
+fn a_tolerance_beyond_the_default_is_told() {
+    let bundle = honest();
+    bundle.edit_manifest(|m| m.equivalence.as_mut().expect("there").tolerance = 0.5);
+    let report = bundle.inspect(false);
+    assert_only(&report, &[]);
+    assert!(to_text(&report).contains("0.50, as asked for"), "{}", to_text(&report));
+    assert!(!to_text(&honest().inspect(false)).contains("as asked for"));
 }
 
 /// The key sidecar after an edit, with hashes that fit.
@@ -253,7 +342,7 @@ fn links_in_the_wush_folder_are_refused_but_for_blobs_of_a_snapshot() {
     let bundle = honest();
     link(&bundle, &bundle.source.with_file_name("elsewhere"));
     let report = bundle.inspect(false);
-    assert_only(&report, &["wush folder"]);
+    assert_only(&report, &["wush folder", "files"]);
     assert!(detail(&report, "wush folder").contains("value_transforms.safetensors is a link"));
 
     let mut bundle = honest();
@@ -334,6 +423,9 @@ fn statistics_are_compared_with_their_base_and_themselves() {
     assert_only(&statistics_after(|s| s.info.family = "qwen3".into()), &["same model"]);
     assert_only(&statistics_after(|s| s.info.n_heads = 8), &["same model"]);
     assert_only(&statistics_after(|s| drop(s.layers.remove(&1))), &["same model"]);
+    assert_only(&statistics_after(|s| s.info.device = "abacus".into()), &["forward pass"]);
+    let long = |s: &mut Statistics| (s.info.positions, s.info.max_seq_len) = (1 << 20, 1 << 20);
+    assert_only(&statistics_after(long), &["calibrated length"]);
     let twice = |s: &mut Statistics| {
         s.info.sequence_hashes.push(s.info.sequence_hashes[0]);
         s.info.max_seq_len = 32;

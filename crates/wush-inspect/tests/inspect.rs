@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use bundle::support::{Layout, Tiny};
-use bundle::{Bundle, assert_only, complete, detail, failed, one_sequence, statistics, tiny};
+use bundle::{Bundle, assert_only, complete, detail, failed, one_sequence, solved, statistics, tiny};
 use tempfile::TempDir;
 use wush_checkpoint::Checkpoint;
 use wush_fold::{FoldDtype, UnfoldDtype, unfold};
@@ -240,7 +240,7 @@ fn tampering_is_found_although_the_hashes_were_recomputed() {
     );
     tampered(
         Layout::Qwen2,
-        |b| b.poke(&format!("{layer}.v_proj.bias"), 3, |x| x + 4.0 * by),
+        |b| b.poke(&format!("{layer}.v_proj.bias"), 3, |x| x + 2.0 * by),
         &["folded values", sidecar],
     );
     // What is not folded must be the base's to the bit.
@@ -329,7 +329,7 @@ fn sidecars_are_checked_against_themselves_and_the_weights() {
     assert_only(&bundle.inspect(false), &["value transforms are the solver's"]);
     let bundle = values(&|layer| layer.value[..8].iter_mut().for_each(|x| *x = -*x));
     assert_only(&bundle.inspect(false), &[]);
-    assert_only(&bundle.inspect(true), &["value sidecar is what was folded"]);
+    assert_only(&bundle.inspect(true), &["value sidecar is what was folded", "value transforms fit the base"]);
     let bundle = values(&|layer| layer.value.copy_within(0..8, 8));
     assert_only(&bundle.inspect(false), &["value transforms invertible", "value transforms are the solver's"]);
     let bundle = Bundle::of(&tiny(Layout::Llama), FoldDtype::Keep);
@@ -413,7 +413,7 @@ fn a_checkpoint_transforms_and_other_files_are_told_apart() {
     );
     assert_only(&inspect(&source, Some(&source), &Quiet).expect("the same twice"), &[]);
 
-    let mut transforms = complete(tiny.transforms(&source));
+    let mut transforms = complete(solved(tiny.transforms(&source), &source));
     transforms.save(&path).expect("saved");
     let report = inspect(&path, Some(&source), &Quiet).expect("transforms");
     assert_only(&report, &[]);
@@ -486,7 +486,8 @@ fn the_demonstration_model_folded_passes() {
     let checkpoint = Checkpoint::open(&source).expect("opens");
     let spec = resolve(&checkpoint, None).expect("understood");
     let tiny = Tiny { n_layers: spec.layers.len(), n_kv_heads: 2, head_dim: 64, ..Tiny::default() };
-    let bundle = Bundle::make(root, source.clone(), &tiny.transforms(&source), FoldDtype::Keep);
+    let transforms = solved(tiny.transforms(&source), &source);
+    let bundle = Bundle::make(root, source.clone(), &transforms, FoldDtype::Keep);
     let report = bundle.inspect(true);
     assert_only(&report, &[]);
     // A trained model's values, and one element of one of them.

@@ -10,9 +10,11 @@ use wush_format::bundle::{
     CARD, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::{Basis, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Source, Status};
+use wush_format::manifest::{
+    Basis, Calibration, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Source, Status,
+};
 use wush_format::transforms::{HeadMatrices, Transforms};
-use wush_model::arch;
+use wush_model::arch::{self, RopeScaling};
 use wush_model::cpu::Cpu;
 
 use crate::card;
@@ -38,6 +40,7 @@ const FOLDED_VALUES: &str = "folded-values";
 pub(crate) fn build(plan: FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
     let (model, dir) = (&plan.model, plan.out.staged());
     require_shapes(model, transforms)?;
+    require_length(model, transforms.calibration.as_ref())?;
     let folded =
         wush_fold::fold(&model.checkpoint, &model.spec, transforms, dir, plan.dtype, env.monitor).in_stage("fold")?;
     let sidecar = write_sidecars(dir, transforms, folded.folded_hash).in_stage("fold")?;
@@ -50,6 +53,18 @@ pub(crate) fn build(plan: FoldPlan, transforms: &Transforms, env: &Environment<'
     let report = report(&plan, manifest, WrittenDir::measure(dir, &target)?);
     plan.out.commit_as(&target)?;
     Ok(report)
+}
+
+/// No calibration of this model is longer than its longest position, with the scaling that it was calibrated with.
+fn require_length(model: &Model, calibration: Option<&Calibration>) -> Result<()> {
+    let Some(Calibration { max_seq_len, rope_scaling, .. }) = calibration else { return Ok(()) };
+    let own = model.spec.max_position_embeddings;
+    let scaling = rope_scaling.as_deref().map(str::parse::<RopeScaling>).transpose()?;
+    let longest = scaling.map_or(own, |scaling| scaling.scaled_positions(own)) as u64;
+    if *max_seq_len <= longest {
+        return Ok(());
+    }
+    Err(PipelineError::LongCalibration { found: *max_seq_len, longest })
 }
 
 /// Transforms of another model are refused before any weight is read, where their shapes already say so; a model of the

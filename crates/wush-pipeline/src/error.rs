@@ -89,6 +89,16 @@ pub enum PipelineError {
         /// What it was.
         found: String,
     },
+    /// Calibration text that repeats itself.
+    #[error("{source_name}: sequences {first} and {second} are the same, and would count twice")]
+    SameSequence {
+        /// The file, folder or data set.
+        source_name: String,
+        /// A sequence, from 0.
+        first: usize,
+        /// A later one.
+        second: usize,
+    },
     /// The backend asked for is not in this version.
     #[error("--device {device}: this version has no CUDA backend")]
     NoCuda {
@@ -218,6 +228,14 @@ pub enum PipelineError {
         /// The transforms' own.
         found: [usize; 3],
     },
+    /// Transforms calibrated beyond the model's positions.
+    #[error("the transforms were calibrated on sequences of {found} tokens, the model reaches {longest} positions")]
+    LongCalibration {
+        /// Longest sequence that they name.
+        found: u64,
+        /// Longest position of the model, with the scaling that they name.
+        longest: u64,
+    },
     /// A key transform that cannot be inverted in f64 well enough to be used.
     #[error(
         "layer {layer}, KV head {head}: the key transform cannot be inverted: condition number {condition:.3e}, \
@@ -262,8 +280,10 @@ impl PipelineError {
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
             Self::Solve { source, .. } => source.hint(),
-            // The message says what is expected.
-            Self::Option { .. } => None,
+            Self::Option { option, .. } => Some(format!("see --help for what {option} takes")),
+            Self::SameSequence { .. } => {
+                own("leave the repeated text out; longer sequences (--seq-len) also differ sooner")
+            }
             Self::NoCuda { .. } => own("this version computes on the CPU only: use --device cpu, or leave it out"),
             Self::OutputExists { path } if is_failed_bundle(path) => {
                 own("it is a bundle that failed its check: remove it, or choose another --out")
@@ -292,7 +312,9 @@ impl PipelineError {
             Self::AlreadyFolded { .. } => own("pass the original checkpoint, or get it back with `wush unfold`"),
             Self::NotABundle { .. } => own("pass a directory that `wush convert` or `wush fold` wrote"),
             Self::UnknownTransform { .. } => None,
-            Self::OtherModel { .. } => own("pass the checkpoint that the transforms were made from"),
+            Self::OtherModel { .. } | Self::LongCalibration { .. } => {
+                own("pass the checkpoint that the transforms were made from")
+            }
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
             Self::Interrupted { kept } => kept.as_ref().and_then(|kept| match kept.done {
                 0 => own(NOTHING_SAVED),

@@ -7,6 +7,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_checkpoint::tokenizer::TOKENIZER_FILE;
+use wush_data::TextSize;
 use wush_fold::FoldDtype;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
@@ -34,8 +35,11 @@ const PROGRAM_BYTES: u64 = 24 << 20;
 const THREAD_BYTES: u64 = 14 << 20;
 /// Bytes of memory while a tokenizer is read, for one of its file. Measured: 9.5 to 10.4, on files of 3.5 to 33 MB.
 const BYTES_PER_TOKENIZER_BYTE: u64 = 10;
-/// Bytes of memory while text is tokenized, for one of text: offsets, words and ids. Measured: about 75.
-const BYTES_PER_TEXT_BYTE: u64 = 80;
+/// Bytes of memory while text is tokenized, for one token: its text, offsets, word and ids. Measured: 300 to 310, on texts of 1 to
+/// 4 bytes a token.
+const BYTES_PER_TEXT_TOKEN: u64 = 310;
+/// The same for one byte of text: the text, its normalized form and where each byte of that came from.
+const BYTES_PER_TEXT_BYTE: u64 = 20;
 /// The part of the text's memory, one in so many, that small pieces in use keep from being given back.
 const TEXT_KEPT: u64 = 8;
 /// Rows of the output head that a thread widens at once.
@@ -71,8 +75,8 @@ pub struct MemoryPlan {
 /// What a run reads; 0 where a stage does not run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Lengths {
-    /// Text that is tokenized at once, bytes.
-    pub(crate) text: usize,
+    /// Text that is tokenized at once.
+    pub(crate) text: TextSize,
     /// Longest sequence of calibration, tokens.
     pub(crate) calibrate: usize,
     /// Longest sequence of the equivalence check, tokens.
@@ -122,13 +126,16 @@ impl MemoryPlan {
     }
 }
 
-/// The tokenizer and `n_bytes` of text; nothing without text.
-fn text(model: &Model, n_bytes: usize) -> u64 {
-    let tokenizer = || model.checkpoint.dir().join(TOKENIZER_FILE).metadata().map_or(0, |metadata| metadata.len());
-    match n_bytes as u64 {
-        0 => 0,
-        n => n.saturating_mul(BYTES_PER_TEXT_BYTE).saturating_add(tokenizer().saturating_mul(BYTES_PER_TOKENIZER_BYTE)),
+/// The tokenizer and text; nothing without text.
+fn text(model: &Model, text: TextSize) -> u64 {
+    if text.n_bytes == 0 {
+        return 0;
     }
+    let n_tokenizer = model.checkpoint.dir().join(TOKENIZER_FILE).metadata().map_or(0, |metadata| metadata.len());
+    let of = |n: u64, bytes: u64| n.saturating_mul(bytes);
+    of(text.n_bytes as u64, BYTES_PER_TEXT_BYTE)
+        .saturating_add(of(text.n_tokens as u64, BYTES_PER_TEXT_TOKEN))
+        .saturating_add(of(n_tokenizer, BYTES_PER_TOKENIZER_BYTE))
 }
 
 /// One forward pass over sequences of `seq_len` tokens.

@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 use wush_fold::FoldDtype;
+use wush_format::equivalence::unit_roundoff;
 use wush_format::manifest::{Calibration, FoldReport, Solve};
 use wush_format::tensor_file::Dtype;
 
@@ -10,7 +11,7 @@ use crate::human::counted;
 use crate::model::Model;
 use crate::plan::{FoldPlan, Unchecked, VerifyPlan};
 use crate::solve::registry;
-use crate::verify::{folded_dtype, unit_roundoff};
+use crate::verify::folded_dtype;
 
 /// Tokens a head dimension below which statistics are called too few: the sample covariance of n positions in d dimensions
 /// has relative eigenvalue errors of about 2 √(d / n), here 0.6.

@@ -6,7 +6,7 @@ mod calibration;
 mod verification;
 
 pub use wush_data::DEFAULT_SEQUENCES;
-use wush_data::Packed;
+use wush_data::{Packed, TextSize};
 use wush_fold::FoldDtype;
 use wush_format::manifest::{Calibration, Solve};
 use wush_format::monitor::Monitor;
@@ -130,7 +130,7 @@ impl CalibratePlan {
             }
             packed.sequences = packed.sequences[range].to_vec();
         }
-        let lengths = Lengths { text: packed.n_text_bytes, calibrate: longest(&packed.sequences), verify: 0 };
+        let lengths = Lengths { text: packed.text, calibrate: longest(&packed.sequences), verify: 0 };
         let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
         let calibration = CalibrationPlan::new(&model, packed)?;
         let text = too_little_text(calibration.info.positions, model.head_dim());
@@ -279,8 +279,8 @@ fn refuse_unfinished(path: &std::path::Path, resume: bool) -> Result<()> {
 }
 
 /// The sequences, if any were read, and how much text they came from at once.
-fn sequences_of(packed: Option<&Packed>) -> (&[Vec<u32>], usize) {
-    packed.map_or((&[], 0), |packed| (&packed.sequences, packed.n_text_bytes))
+fn sequences_of(packed: Option<&Packed>) -> (&[Vec<u32>], TextSize) {
+    packed.map_or((&[], TextSize::default()), |packed| (&packed.sequences, packed.text))
 }
 
 /// Longest sequence of the equivalence check.

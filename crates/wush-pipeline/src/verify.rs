@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use wush_checkpoint::Checkpoint;
 use wush_fold::FoldDtype;
 use wush_format::bundle::KeySidecar;
+use wush_format::equivalence::unit_roundoff;
 use wush_format::manifest::Equivalence;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::Dtype;
@@ -24,31 +25,6 @@ use crate::Result;
 /// Bytes of logits of one model that are held at once; more positions share the cost of widening the output head.
 pub(crate) const LOGIT_BYTES: usize = 64 << 20;
 
-/// Part of the tolerance that stands for the arithmetic of the two forward passes, 2^-14: f32 sums over up to a few
-/// thousand products err by some 2^-24 · √n each, the two passes sum in other bases, and their difference grows
-/// through the layers. Folds in f32 were seen to move the mean NLL by 1e-7 to 1e-6, relatively.
-const ARITHMETIC: f64 = 1.0 / 16_384.0;
-
-/// Largest accepted relative change of the mean NLL, and largest mean KL in parts of the mean NLL, for folded tensors of
-/// type `stored`.
-///
-/// Each folded element is rounded once, by at most the unit roundoff u of its type (bf16: 2^-8, f16: 2^-11,
-/// f32: 2^-24). By the rounding errors' spread the product `W_O' W_V'` is off by about 0.6 u (Frobenius norm), without a
-/// direction; a trained model's mean loss is nearly flat along such a perturbation (folds in bf16 were seen to move it by
-/// 1e-5 to 5e-4, relatively). A mean that moves by more than u/2 was not moved by rounding.
-pub fn tolerance(stored: Dtype) -> f64 {
-    unit_roundoff(stored) / 2.0 + ARITHMETIC
-}
-
-/// Largest relative error of one rounding to a normal number of type `stored`.
-pub(crate) fn unit_roundoff(stored: Dtype) -> f64 {
-    match stored {
-        Dtype::BF16 => 1.0 / 256.0,
-        Dtype::F16 => 1.0 / 2048.0,
-        _ => f64::from(f32::EPSILON) / 2.0,
-    }
-}
-
 /// The element type that folded tensors of `spec` are stored in: the coarsest of them decides.
 pub fn folded_dtype(checkpoint: &Checkpoint, spec: &ModelSpec, dtype: FoldDtype) -> Dtype {
     let stored = |name: &str| checkpoint.locate(name).map(|(_, info)| info.dtype);
@@ -59,7 +35,7 @@ pub fn folded_dtype(checkpoint: &Checkpoint, spec: &ModelSpec, dtype: FoldDtype)
             .iter()
             .flat_map(|layer| [&layer.attn.v.weight.name, &layer.attn.o.weight.name])
             .filter_map(|name| stored(name))
-            .max_by(|&a, &b| tolerance(a).total_cmp(&tolerance(b)))
+            .max_by(|&a, &b| unit_roundoff(a).total_cmp(&unit_roundoff(b)))
             .unwrap_or(Dtype::F32),
     }
 }
@@ -119,7 +95,7 @@ pub fn verify<B: Backend>(
 pub struct Check<'a> {
     /// Token ids.
     pub sequences: &'a [Vec<u32>],
-    /// On the relative change of the mean NLL; see [`tolerance`].
+    /// On the relative change of the mean NLL; see [`wush_format::equivalence::tolerance`].
     pub tolerance: f64,
 }
 
@@ -253,13 +229,6 @@ mod tests {
         let found = sums(&[([0.0, 1.0, 2.0], [f32::NAN, 1.0, 2.0], 1)]).judge(1.0);
         assert!(!found.passed);
         assert_eq!((found.max_logit_diff, found.nll_bundle), (f64::MAX, f64::MAX));
-    }
-
-    #[test]
-    fn coarser_types_are_given_more() {
-        assert!(tolerance(Dtype::BF16) > tolerance(Dtype::F16));
-        assert!(tolerance(Dtype::F16) > tolerance(Dtype::F32));
-        assert!(tolerance(Dtype::F32) < 1e-4);
     }
 
     #[test]

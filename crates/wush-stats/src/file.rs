@@ -60,6 +60,9 @@ impl Statistics {
             layers.insert(layer, read_layer(file, layer, info.positions)?);
         }
         check_heads(file.path(), &info, layers.values().next())?;
+        for (&layer, stats) in &layers {
+            check_magnitudes(file.path(), layer, stats, &info)?;
+        }
         Ok(Self { layers, info, unfinished: false })
     }
 
@@ -303,6 +306,27 @@ fn check_positions(path: &Path, layer: usize, stats: &LayerStats, positions: u64
         }
         _ => Ok(()),
     }
+}
+
+/// Keys, queries and values are f32: a sum of n squares is zero, or lies between the square of f32's smallest number and n times that
+/// of its largest.
+fn check_magnitudes(path: &Path, layer: usize, stats: &LayerStats, info: &StatsInfo) -> Result<()> {
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let least = square(f32::from_bits(1));
+    let [keys, queries, values, _] = stats.matrices();
+    for ((role, matrices), n_heads) in [(keys, 1), (queries, info.n_heads), (values, 1)] {
+        let most = info.positions as f64 * n_heads as f64 * square(f32::MAX);
+        let range = least * (1.0 - ROUNDING_REL_TOL)..=most * (1.0 + ROUNDING_REL_TOL);
+        let dim = matrices.dim;
+        let diagonal = |head: usize| (0..dim).map(move |i| (head, i, matrices.head(head)[i * dim + i]));
+        let mut elements = (0..matrices.n_heads).flat_map(diagonal);
+        if let Some((head, i, found)) = elements.find(|&(_, _, x)| x != 0.0 && !range.contains(&x)) {
+            let expected = format!("zero or {:.2e} to {:.2e}, a sum of squares of f32", range.start(), range.end());
+            let found = format!("{found:e} in head {head}, row {i}, column {i}");
+            return Err(wrong(path, &tensor_name(layer, role), &expected, found).into());
+        }
+    }
+    Ok(())
 }
 
 fn invalid(path: &Path, detail: impl Into<String>) -> FormatError {

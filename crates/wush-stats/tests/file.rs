@@ -198,6 +198,21 @@ fn counts_that_contradict_each_other_are_refused() {
 }
 
 #[test]
+fn sums_beyond_the_range_of_squares_of_f32_are_refused() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    for scale in [1e150, 1e-150] {
+        let mut stats = statistics(&sequences(4, 1));
+        for layer in stats.layers.values_mut() {
+            layer.value_gram.data.iter_mut().for_each(|x| *x *= scale);
+        }
+        stats.save(&path).expect("writes");
+        let error = Statistics::load(&path).expect_err("no f32 values have such squares");
+        assert!(error.to_string().contains("value_gram: expected zero or 1.96e-90 to "), "{error}");
+    }
+}
+
+#[test]
 fn damage_is_found_by_the_content_hash() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let path = dir.path().join("stats.safetensors");

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use support::{Layout, Rng, Tiny, model_hash};
 use tempfile::TempDir;
 use wush_checkpoint::Checkpoint;
-use wush_fold::{FoldDtype, FoldOutcome, fold, invert};
+use wush_fold::{FoldDtype, FoldOutcome, HeadWeights, fold, invert};
 use wush_format::bundle::{
     KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
 };
@@ -44,7 +44,7 @@ impl Bundle {
         let root = TempDir::new().expect("temporary directory");
         let source = root.path().join("source");
         tiny.write(&source);
-        let transforms = tiny.transforms(&source);
+        let transforms = solved(tiny.transforms(&source), &source);
         Self::make(root, source, &transforms, dtype)
     }
 
@@ -177,6 +177,9 @@ pub fn head_report(matrix: &[f64], dim: usize, gain: f64) -> HeadReport {
 }
 
 pub fn layer_reports(transforms: &Transforms) -> Vec<LayerReport> {
+    if !transforms.report.is_empty() {
+        return transforms.report.clone();
+    }
     let heads = |matrices: &HeadMatrices, layer: usize| {
         let gain = |head: usize| 1.5 + layer as f64 + 0.25 * head as f64;
         (0..matrices.n_heads).map(|head| head_report(matrices.head(head), matrices.dim, gain(head))).collect::<Vec<_>>()
@@ -187,6 +190,39 @@ pub fn layer_reports(transforms: &Transforms) -> Vec<LayerReport> {
         value: heads(&entry.value, layer),
     };
     transforms.layers.iter().map(report).collect()
+}
+
+/// A value head's Gram matrix and Hessian, that of the base's weights.
+pub fn value_problem(source: &Path, layer: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
+    let checkpoint = Checkpoint::open(source).expect("opens");
+    let spec = resolve(&checkpoint, None).expect("understood");
+    let weights = HeadWeights::read(&checkpoint, &spec.layers[layer].attn, layer, head).expect("readable");
+    let dim = weights.value.nrows();
+    let mut rng = Rng((13 * layer + head) as u64 + 1);
+    let mut gram = vec![0.0; dim * dim];
+    for _ in 0..2 * dim {
+        let x = rng.normals(dim, 1.0);
+        (0..dim * dim).for_each(|at| gram[at] += x[at / dim] * x[at % dim]);
+    }
+    let products = |output: &faer::Mat<f64>| output.transpose() * output;
+    let hessian: faer::Mat<f64> =
+        weights.outputs.iter().map(products).fold(faer::Mat::zeros(dim, dim), |sum, output| sum + output);
+    (gram, (0..dim * dim).map(|at| 2.0 * hessian[(at / dim, at % dim)]).collect())
+}
+
+/// The value transforms solved for the weights in `source`, with their report.
+pub fn solved(mut transforms: Transforms, source: &Path) -> Transforms {
+    let mut reports = layer_reports(&transforms);
+    for ((&layer, entry), report) in transforms.layers.iter_mut().zip(&mut reports) {
+        for head in 0..entry.value.n_heads {
+            let (gram, hessian) = value_problem(source, layer, head);
+            let solution = wush_transform::wush(&gram, &hessian, entry.value.dim, 0.01).expect("solved");
+            entry.value.head_mut(head).copy_from_slice(&solution.transform);
+            report.value[head] = wush_inspect::head_report(&solution.info.measures.expect("measured"));
+        }
+    }
+    transforms.report = reports;
+    transforms
 }
 
 /// Adds what a solver says of transforms that need statistics.

@@ -1,8 +1,10 @@
 //! The calibration text of a run: found, read and cut into sequences, and described as its statistics will state it.
 
+use std::collections::BTreeMap;
+
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_id};
 use wush_data::{PackOptions, Packed};
-use wush_format::hash::sequence_hash;
+use wush_format::hash::{Sha, sequence_hash};
 use wush_format::text::is_plain;
 use wush_stats::StatsInfo;
 
@@ -26,8 +28,11 @@ impl CalibrationPlan {
     /// Describes the statistics of `sequences` on `model`.
     ///
     /// # Errors
-    /// `Io` when the weights cannot be hashed.
+    /// `SameSequence`: what is summed twice weighs double, and `merge` and `inspect` refuse it, too; `Io` when the weights
+    /// cannot be hashed.
     pub fn new(model: &Model, packed: Packed) -> Result<Self> {
+        let sequence_hashes: Vec<Sha> = packed.sequences.iter().map(|ids| sequence_hash(ids)).collect();
+        check_distinct(&sequence_hashes, &packed.source)?;
         let attn = &model.spec.layers[0].attn;
         let info = StatsInfo {
             format_version: wush_stats::STATS_VERSION,
@@ -44,9 +49,9 @@ impl CalibrationPlan {
             rope_scaling: model.rope_scaling.map(|scaling| scaling.to_string()),
             device: model.device.name().to_owned(),
             compute: model.device.compute().to_owned(),
-            sequence_hashes: packed.sequences.iter().map(|ids| sequence_hash(ids)).collect(),
+            sequence_hashes,
         };
-        Ok(Self { sequences: packed.sequences, info, is_text: packed.n_text_bytes > 0 })
+        Ok(Self { sequences: packed.sequences, info, is_text: packed.text.n_bytes > 0 })
     }
 }
 
@@ -57,6 +62,17 @@ pub(crate) enum Purpose {
     Statistics,
     /// The equivalence check alone: at most `sequences`, of `seq_len` tokens unless another length was asked for.
     Check { sequences: usize, seq_len: usize },
+}
+
+/// Refuses sequences of the same tokens.
+fn check_distinct(hashes: &[Sha], source_name: &str) -> Result<()> {
+    let mut seen = BTreeMap::new();
+    for (second, hash) in hashes.iter().enumerate() {
+        if let Some(first) = seen.insert(hash, second) {
+            return Err(PipelineError::SameSequence { source_name: source_name.to_owned(), first, second });
+        }
+    }
+    Ok(())
 }
 
 /// Reads and cuts the calibration text of `model`.

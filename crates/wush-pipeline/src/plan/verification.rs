@@ -2,6 +2,7 @@
 
 use wush_data::Packed;
 use wush_fold::FoldDtype;
+use wush_format::equivalence::tolerance;
 
 use crate::model::Model;
 use crate::request::VerifySettings;
@@ -35,20 +36,23 @@ impl VerifyPlan {
         settings: VerifySettings,
         dtype: FoldDtype,
     ) -> Result<Result<Self, Unchecked>> {
-        let tolerance = match settings.tolerance {
-            Some(value) if value > 0.0 && value.is_finite() => value,
-            Some(value) => {
-                let (expected, found) = ("a positive number".to_owned(), value.to_string());
-                return Err(PipelineError::Option { option: "--tolerance", expected, found });
-            }
-            None => verify::tolerance(verify::folded_dtype(&model.checkpoint, &model.spec, dtype)),
-        };
         let (sequences, source) = packed.map_or((&[][..], ""), |packed| (&packed.sequences, &packed.source));
         let is_given = !sequences.is_empty();
         // A single token predicts nothing.
         let scored = sequences.iter().filter(|ids| ids.len() > 1);
         let start_of = |ids: &Vec<u32>| ids[..ids.len().min(VERIFY_TOKENS)].to_vec();
         let sequences: Vec<_> = scored.take(settings.sequences).map(start_of).collect();
+        let tolerance = match settings.tolerance {
+            Some(value) if value > 0.0 && value.is_finite() => value,
+            Some(value) => {
+                let (expected, found) = ("a positive number".to_owned(), value.to_string());
+                return Err(PipelineError::Option { option: "--tolerance", expected, found });
+            }
+            None => {
+                let n_scored = sequences.iter().map(|ids| ids.len() as u64 - 1).sum();
+                tolerance(verify::folded_dtype(&model.checkpoint, &model.spec, dtype), n_scored)
+            }
+        };
         Ok(match (settings.sequences, is_given, sequences.is_empty()) {
             (0, ..) => Err(Unchecked::Asked),
             (_, false, _) => Err(Unchecked::NoText),
