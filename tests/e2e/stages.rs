@@ -154,7 +154,7 @@ fn a_fold_reads_as_much_text_as_it_checks() {
     program.ok(&[&calibrate[..], &["--sequences", "1", "--seq-len", "128"].map(str::to_owned)].concat());
     program.ok(&["solve", "stats.safetensors", "--out", "transforms.safetensors"]);
     // 3 sequences of 128 tokens are there, but not two of the model's 4096.
-    let long = std::fs::read_to_string(text()).expect("text");
+    let long = fs::read_to_string(text()).expect("text");
     let part = scratch.write("part.txt", &long[..2400]);
     let fold = args([&"fold", &model(), &"transforms.safetensors", &"--calib", &part, &"--out", &"bundle"]);
     let run = program.ok(&[&fold[..], &["--format", "json"].map(str::to_owned)].concat());

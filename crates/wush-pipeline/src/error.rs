@@ -185,7 +185,7 @@ pub enum PipelineError {
         /// As typed.
         argument: String,
         /// The hub's answer.
-        source: CheckpointError,
+        source: Box<CheckpointError>,
     },
     /// A bundle that must lie on this machine, and does not.
     #[error("{path}: there is no such directory")]
