@@ -105,7 +105,9 @@ impl Model {
 pub(crate) fn find(argument: &str, env: &Environment<'_>) -> Result<ResolvedModel> {
     resolve_model(argument, &env.hub, env.monitor).map_err(|error| match error {
         CheckpointError::Hub { problem: HubProblem::BadId { .. }, .. } => error.into(),
-        CheckpointError::Hub { .. } => PipelineError::NoSuchModel { argument: argument.to_owned(), source: Box::new(error) },
+        CheckpointError::Hub { .. } => {
+            PipelineError::NoSuchModel { argument: argument.to_owned(), source: Box::new(error) }
+        }
         other => other.into(),
     })
 }
