@@ -174,9 +174,9 @@ pub enum PipelineError {
     OtherKind {
         /// The file or directory.
         path: PathBuf,
-        /// [`STATISTICS`] or [`TRANSFORMS`].
+        /// "statistics" or "transforms".
         expected: &'static str,
-        /// One of these, [`CHECKPOINT`] or [`DIRECTORY`].
+        /// One of these, "a checkpoint" or "a directory".
         found: &'static str,
     },
     /// A model that is no directory, and that the hub did not give either.

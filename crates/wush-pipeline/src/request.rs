@@ -194,7 +194,7 @@ pub struct SolveSettings {
 pub struct VerifySettings {
     /// `--verify-sequences`: how many of the calibration sequences; 0 skips the check.
     pub sequences: usize,
-    /// `--tolerance`, instead of [`crate::verify::tolerance`].
+    /// `--tolerance`, instead of the default for the folded element type.
     pub tolerance: Option<f64>,
 }
 
