@@ -79,7 +79,7 @@ def fold(args):
 def memory(args):
     for name, model, limit in (("small", args.small, 1.5e9), ("large", args.large, 6e9)):
         ids = args.work / "bench.ids.json"
-        ids.write_text(json.dumps([[(7919 * i) % 1000 for i in range(2048)] for _ in range(2)]))
+        ids.write_text(json.dumps([[(7919 * i + k) % 1000 for i in range(2048)] for k in range(2)]))
         out = fresh(args.work / f"bench-{name}")
         seconds, peak, _ = timed([args.wush, "convert", model, "--calib", ids, "--out", out, "--quiet"])
         fresh(out)

@@ -40,13 +40,28 @@ struct Qkv<T> {
     v: T,
 }
 
-/// What a layer's attention returns: nothing in the last layer of a calibration.
+/// How far a pass goes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Depth {
-    /// Stop after q, k and v.
+    /// Up to the last layer's q, k and v. Whether they are finite is the observer's to see.
     Observe,
-    /// Run the whole layer.
+    /// Through every layer, checking that its hidden states are finite.
     Full,
+}
+
+/// Looks at nothing.
+struct Unobserved;
+
+impl<B: Backend> Observer<B> for Unobserved {
+    type Seen = ();
+
+    fn see(&self, _: &B, _: usize, _: &B::Tensor, _: &B::Tensor, _: &B::Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    fn add(&mut self, _: usize, (): ()) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl<'a, B: Backend> Decoder<'a, B> {
@@ -69,45 +84,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     ) -> Result<()> {
         self.check(sequences)?;
         for group in groups(sequences, GROUP_TOKENS) {
-            self.observe_group(&sequences[group], observer, monitor)?;
-        }
-        Ok(())
-    }
-
-    fn observe_group<O: Observer<B>>(
-        &self,
-        sequences: &[Vec<u32>],
-        observer: &mut O,
-        monitor: &dyn Monitor,
-    ) -> Result<()> {
-        let mut hidden = self.embed(sequences)?;
-        let mut tables = RopeTables::default();
-        let n_layers = self.spec.layers.len();
-        let n_tokens: usize = sequences.iter().map(Vec::len).sum();
-        let mut ticks = Ticks { n_layers: n_layers as u64, done: 0, told: 0 };
-        for id in 0..n_layers {
-            let layer = Layer::load(self.checkpoint, &self.spec.layers[id], self.backend)?;
-            let depth = if id + 1 == n_layers { Depth::Observe } else { Depth::Full };
-            let rope = self.spec.layers[id].attn.rope.as_ref();
-            tables.prepare(rope, sequences.iter().map(Vec::len));
-            let watched: &O = observer;
-            let step = |(x, ids): (&mut B::Tensor, &Vec<u32>)| {
-                if monitor.interrupted() {
-                    return Err(ModelError::Interrupted);
-                }
-                let qkv = self.qkv(id, &layer, x, tables.of(rope, ids.len()));
-                let seen = watched.see(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
-                if depth == Depth::Full {
-                    // Exact attention needs not know which sequence it is.
-                    let place = Place { layer: id, sequence: 0 };
-                    self.finish_layer(place, &layer, x, qkv, &Exact)?;
-                }
-                Ok(seen)
-            };
-            // A sequence stays on one thread as long as there is one for every thread: no waiting inside a layer.
-            let seen: Vec<Result<O::Seen>> = hidden.par_iter_mut().zip(sequences).map(step).collect();
-            seen.into_iter().try_for_each(|seen| observer.add(id, seen?))?;
-            monitor.advance(ticks.add(n_tokens as u64));
+            self.pass(&sequences[group], observer, Depth::Observe, &Exact, monitor)?;
         }
         Ok(())
     }
@@ -134,26 +111,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
         monitor: &dyn Monitor,
     ) -> Result<Vec<B::Tensor>> {
         self.check(sequences)?;
-        let mut hidden = self.embed(sequences)?;
-        let mut tables = RopeTables::default();
-        let lengths = || sequences.iter().map(|ids| ids.as_ref().len());
-        let mut ticks = Ticks { n_layers: self.spec.layers.len() as u64, done: 0, told: 0 };
-        for (id, spec) in self.spec.layers.iter().enumerate() {
-            let layer = Layer::load(self.checkpoint, spec, self.backend)?;
-            let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, lengths());
-            let step = |(sequence, x): (usize, &mut B::Tensor)| {
-                if monitor.interrupted() {
-                    return Err(ModelError::Interrupted);
-                }
-                let n_tokens = sequences[sequence].as_ref().len();
-                let qkv = self.qkv(id, &layer, x, tables.of(rope, n_tokens));
-                self.finish_layer(Place { layer: id, sequence }, &layer, x, qkv, attention)?;
-                self.check_finite(x, "hidden states", id, sequence)
-            };
-            hidden.par_iter_mut().enumerate().map(step).collect::<Vec<_>>().into_iter().collect::<Result<()>>()?;
-            monitor.advance(ticks.add(lengths().sum::<usize>() as u64));
-        }
+        let hidden = self.pass(sequences, &mut Unobserved, Depth::Full, attention, monitor)?;
         let norm = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?;
         let finish = |(sequence, x): (usize, &B::Tensor)| {
             let hidden = self.backend.norm(x, norm.as_ref());
@@ -161,6 +119,47 @@ impl<'a, B: Backend> Decoder<'a, B> {
             Ok(hidden)
         };
         hidden.iter().enumerate().map(finish).collect()
+    }
+
+    /// Hidden states after the last layer, or before its attention where that is all the observer needs.
+    fn pass<S: AsRef<[u32]> + Sync, O: Observer<B>>(
+        &self,
+        sequences: &[S],
+        observer: &mut O,
+        depth: Depth,
+        attention: &dyn AttentionProduct<B>,
+        monitor: &dyn Monitor,
+    ) -> Result<Vec<B::Tensor>> {
+        let mut hidden = self.embed(sequences)?;
+        let mut tables = RopeTables::default();
+        let lengths = || sequences.iter().map(|ids| ids.as_ref().len());
+        let n_layers = self.spec.layers.len();
+        let mut ticks = Ticks { n_layers: n_layers as u64, done: 0, told: 0 };
+        for (id, spec) in self.spec.layers.iter().enumerate() {
+            let layer = Layer::load(self.checkpoint, spec, self.backend)?;
+            let rope = spec.attn.rope.as_ref();
+            tables.prepare(rope, lengths());
+            let watched: &O = observer;
+            let step = |(sequence, x): (usize, &mut B::Tensor)| {
+                if monitor.interrupted() {
+                    return Err(ModelError::Interrupted);
+                }
+                let qkv = self.qkv(id, &layer, x, tables.of(rope, sequences[sequence].as_ref().len()));
+                let seen = watched.see(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
+                if depth == Depth::Full || id + 1 < n_layers {
+                    self.finish_layer(Place { layer: id, sequence }, &layer, x, qkv, attention)?;
+                }
+                if depth == Depth::Full {
+                    self.check_finite(x, "hidden states", id, sequence)?;
+                }
+                Ok(seen)
+            };
+            // A sequence stays on one thread as long as there is one for every thread: no waiting inside a layer.
+            let seen: Vec<Result<O::Seen>> = hidden.par_iter_mut().enumerate().map(step).collect();
+            seen.into_iter().try_for_each(|seen| observer.add(id, seen?))?;
+            monitor.advance(ticks.add(lengths().sum::<usize>() as u64));
+        }
+        Ok(hidden)
     }
 
     fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize, sequence: usize) -> Result<()> {

@@ -174,9 +174,9 @@ pub enum PipelineError {
     OtherKind {
         /// The file or directory.
         path: PathBuf,
-        /// "statistics" or "transforms".
+        /// "statistics file" or "transforms file".
         expected: &'static str,
-        /// One of these, "a checkpoint" or "a directory".
+        /// One of these, "checkpoint" or "directory".
         found: &'static str,
     },
     /// A model that is no directory, and that the hub did not give either.

@@ -180,14 +180,13 @@ impl Part<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::random;
 
+    /// In [-1, 1).
     fn values(n_rows: usize, width: usize, seed: u32) -> Rows {
-        let mut state = seed;
-        let next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        Rows { n_rows, width, data: std::iter::repeat_with(next).take(n_rows * width).collect() }
+        let mut rows = random(n_rows, width, seed);
+        rows.data.iter_mut().for_each(|x| *x *= 2.0);
+        rows
     }
 
     /// Eq. 2 in f64, one query at a time.

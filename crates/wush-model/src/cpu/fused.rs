@@ -129,27 +129,18 @@ fn as_matrix(rows: &Rows) -> MatRef<'_, f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::random;
     use crate::spec::Activation;
-
-    /// Pseudo-random values in [-0.5, 0.5).
-    fn rows(n_rows: usize, width: usize, seed: u32) -> Rows {
-        let mut state = seed;
-        let next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-        };
-        Rows { n_rows, width, data: std::iter::repeat_with(next).take(n_rows * width).collect() }
-    }
 
     #[test]
     fn blocks_and_tiles_agree_with_the_definition_at_every_border() {
         for (n_tokens, hidden, intermediate) in
             [(1, 3, 5), (ROWS, 4, WIDTH), (ROWS + 1, 5, WIDTH + 1), (7, 3, 2 * WIDTH + 9)]
         {
-            let x = rows(n_tokens, hidden, 1);
-            let [gate, up] = [2, 3].map(|seed| rows(hidden, intermediate, seed));
-            let down = rows(intermediate, hidden, 4);
-            let biases = [rows(1, intermediate, 5), rows(1, intermediate, 6), rows(1, hidden, 7)].map(|b| b.data);
+            let x = random(n_tokens, hidden, 1);
+            let [gate, up] = [2, 3].map(|seed| random(hidden, intermediate, seed));
+            let down = random(intermediate, hidden, 4);
+            let biases = [random(1, intermediate, 5), random(1, intermediate, 6), random(1, hidden, 7)].map(|b| b.data);
             let affine = |weight, i: usize| Affine { weight, bias: Some(&biases[i]) };
             let mlp = Mlp {
                 before: None,

@@ -62,22 +62,13 @@ pub(super) fn transform_heads(x: &Rows, matrices: &Rows, head_dim: usize) -> Row
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn values(n: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
-        };
-        std::iter::repeat_with(next).take(n).collect()
-    }
+    use crate::cpu::random;
 
     #[test]
     fn blocks_agree_with_the_plain_sum_at_every_border() {
         for (n_rows, n_cols, depth) in [(1, 1, 1), (3, 5, 7), (1024, 192, 8), (1025, 193, 8), (2100, 500, 4)] {
-            let (x, w) = (values(n_rows * depth, 1), values(n_cols * depth, 2));
+            let (x, weight) = (random(n_rows, depth, 1).data, random(depth, n_cols, 2));
             let mut out = vec![f32::NAN; n_rows * n_cols];
-            let weight = Rows { n_rows: depth, width: n_cols, data: w };
             product(&mut out, &x, &weight);
             let w = weight.data;
             for i in 0..n_rows {
@@ -96,9 +87,8 @@ mod tests {
         for group in 1..=8 {
             let (n_kv, n_rows) = (2, 70);
             let n_heads = n_kv * group;
-            let x = Rows { n_rows, width: n_heads * head_dim, data: values(n_rows * n_heads * head_dim, 3) };
-            let matrices =
-                Rows { n_rows: n_kv * head_dim, width: head_dim, data: values(n_kv * head_dim * head_dim, 4) };
+            let x = random(n_rows, n_heads * head_dim, 3);
+            let matrices = random(n_kv * head_dim, head_dim, 4);
             let out = transform_heads(&x, &matrices, head_dim);
             for (at, &found) in out.data.iter().enumerate() {
                 let (t, n, i) = (at / x.width, at % x.width / head_dim, at % head_dim);

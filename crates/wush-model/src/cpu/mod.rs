@@ -174,3 +174,14 @@ impl Backend for Cpu {
         x.data.clone()
     }
 }
+
+/// Pseudo-random values in [-0.5, 0.5), for tests.
+#[cfg(test)]
+fn random(n_rows: usize, width: usize, seed: u32) -> Rows {
+    let mut state = seed;
+    let next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+    };
+    Rows { n_rows, width, data: std::iter::repeat_with(next).take(n_rows * width).collect() }
+}
