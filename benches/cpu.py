@@ -42,19 +42,21 @@ def row(what, ours, theirs, ratio):
 
 
 def calibrate(args):
-    ours, theirs = [], {"forward": [], "grams": []}
+    ours, theirs = {"the whole process": [], "after planning": []}, {"forward": [], "grams": []}
     n_tokens = sum(map(len, json.load(open(args.tokens))))
     for _ in range(ROUNDS):
         out = fresh(args.work / "bench.stats.safetensors")
-        seconds, _, _ = timed([args.wush, "calibrate", args.small, "--calib", args.tokens, "--out", out, "--quiet"])
-        ours.append(n_tokens / seconds)
+        command = [args.wush, "calibrate", args.small, "--calib", args.tokens, "--out", out, "--quiet", "--format", "json"]
+        seconds, _, text = timed(command)
+        ours["the whole process"].append(n_tokens / seconds)
+        ours["after planning"].append(n_tokens / json.loads(text)["seconds"])
         for mode, rates in theirs.items():
             _, _, text = timed([args.torch, HERE / "torch/calibrate.py", args.small, args.tokens, "--mode", mode])
             rates.append(json.loads(text.splitlines()[-1])["tokens_per_s"])
-    ours = statistics.median(ours)
-    for mode, rates in theirs.items():
-        rate = statistics.median(rates)
-        row(f"calibrate, {n_tokens} tokens (torch: {mode})", f"{ours:.0f} tokens/s", f"{rate:.0f} tokens/s", ours / rate)
+    for what, rates in ours.items():
+        for mode, other in theirs.items():
+            rate, other = statistics.median(rates), statistics.median(other)
+            row(f"calibrate, {what} (torch: {mode})", f"{rate:.0f} tokens/s", f"{other:.0f} tokens/s", rate / other)
 
 
 def fold(args):

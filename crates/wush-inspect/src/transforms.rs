@@ -13,7 +13,7 @@ use crate::files::list;
 use crate::hessian::contradiction;
 use crate::inspect::Base;
 use crate::number::count;
-use crate::report::{HeadAudit, Kind, Report};
+use crate::report::{Kind, Report};
 use crate::sidecars::Conditions;
 use crate::solver::{Precision, Record, Stored, check_length, check_record, check_stored};
 
@@ -45,20 +45,9 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
     }
     add_layers(&mut report, &transforms.report);
     check_complete(&mut report, &transforms);
-    check_role(
-        &mut report,
-        &transforms,
-        "key transforms invertible",
-        |layer| &layer.key,
-        |head, cond| head.key_condition = cond,
-    );
-    check_role(
-        &mut report,
-        &transforms,
-        "value transforms invertible",
-        |layer| &layer.value,
-        |head, cond| head.value_condition = cond,
-    );
+    for role in [Role::Key, Role::Value] {
+        check_invertible(&mut report, &transforms, role);
+    }
     for role in [Role::Key, Role::Value] {
         check_stored(&mut report, role, &stored(&transforms, role), &record, Precision::F64);
     }
@@ -133,10 +122,7 @@ fn check_shapes(report: &mut Report, transforms: &Transforms, base: &Base) {
 
 fn stored(transforms: &Transforms, role: Role) -> Vec<Stored> {
     let matrices = |(&layer, entry): (&usize, &LayerTransforms)| {
-        let matrices = match role {
-            Role::Key => &entry.key,
-            Role::Value => &entry.value,
-        };
+        let matrices = of_role(entry, role);
         let dim = matrices.dim;
         let stored = |head| Stored { layer, head, dim, matrix: matrices.head(head).to_vec() };
         (0..matrices.n_heads).map(stored).collect::<Vec<_>>()
@@ -144,21 +130,30 @@ fn stored(transforms: &Transforms, role: Role) -> Vec<Stored> {
     transforms.layers.iter().flat_map(matrices).collect()
 }
 
-fn check_role(
-    report: &mut Report,
-    transforms: &Transforms,
-    name: &str,
-    role: fn(&LayerTransforms) -> &HeadMatrices,
-    put: fn(&mut HeadAudit, Option<f64>),
-) {
+fn of_role(entry: &LayerTransforms, role: Role) -> &HeadMatrices {
+    match role {
+        Role::Key => &entry.key,
+        Role::Value => &entry.value,
+    }
+}
+
+fn check_invertible(report: &mut Report, transforms: &Transforms, role: Role) {
     let mut conditions = Conditions::default();
     for (&layer, entry) in &transforms.layers {
-        let matrices = role(entry);
+        let matrices = of_role(entry, role);
         for head in 0..matrices.n_heads {
             let place = (layer, head);
             let found = conditions.add(matrices.head(head), matrices.dim, condition_limit(matrices.dim), place);
-            put(report.head(layer, head), found);
+            let audit = report.head(layer, head);
+            match role {
+                Role::Key => audit.key_condition = found,
+                Role::Value => audit.value_condition = found,
+            }
         }
     }
+    let name = match role {
+        Role::Key => "key transforms invertible",
+        Role::Value => "value transforms invertible",
+    };
     conditions.check(report, name);
 }

@@ -24,9 +24,12 @@ use crate::{PipelineError, Result};
 /// How long a group of sequences should run, where they are short enough: a stop or a kill loses no more than that.
 const GROUP_TIME: Duration = Duration::from_secs(60);
 
-/// Tokens of the first group, which tells how fast this machine is, and of the smallest later one. Each group reads all
-/// weights once, which is little beside a pass of so many tokens.
+/// Tokens of the smallest group. Each group reads all weights once, which is little beside a pass of so many tokens.
 const LEAST_GROUP_TOKENS: usize = 2048;
+
+/// What a slow machine computes, in multiply-adds a second, for the size of the first group: later ones are sized by the
+/// time that one took.
+const SLOW_PACE: f64 = 2.5e10;
 
 /// A save is worth while once the work since the last one took this many times as long as a save does: saving then costs
 /// at most a twentieth of the time, and a killed run loses seconds and the group that it was in.
@@ -92,7 +95,8 @@ pub(crate) fn accumulate(
     monitor.begin("calibrate", "tokens", n_tokens(left));
     let mut saver = Saver::new(partial, resumed_sequences);
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
-    let (mut at, mut n_group_tokens) = (0, LEAST_GROUP_TOKENS);
+    let work_per_token = decoder.memory(1).layer as f64 / size_of::<f32>() as f64 * model.spec.layers.len() as f64;
+    let (mut at, mut n_group_tokens) = (0, tokens_in_time(1, Duration::from_secs_f64(work_per_token / SLOW_PACE)));
     while let Some(group) = groups(&left[at..], n_group_tokens).next() {
         let sequences = &left[at..][group];
         let start = Instant::now();
