@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use wush_format::bundle::{KeySidecar, ValueSidecar};
+use wush_format::bundle::{KeySidecar, ValueFeedback, ValueSidecar};
 use wush_format::index::parse_index;
 use wush_format::manifest::{Manifest, is_inside};
 use wush_format::tensor_file::{HeaderEntry, TensorFile, encode_header};
@@ -61,20 +61,32 @@ pub fn sidecar(bytes: &[u8]) -> bool {
     let keys = KeySidecar::from_file(&file);
     let values = ValueSidecar::from_file(&file);
     let transforms = Transforms::from_file(&file);
-    let accepted = [keys.is_ok(), values.is_ok(), transforms.is_ok()].iter().filter(|ok| **ok).count();
+    let feedback = ValueFeedback::from_file(&file);
+    let accepted = [keys.is_ok(), values.is_ok(), transforms.is_ok(), feedback.is_ok()];
+    let accepted = accepted.iter().filter(|ok| **ok).count();
     assert!(accepted <= 1, "one file is two kinds");
     for layer in keys.iter().flat_map(|keys| keys.layers.values()) {
         let n = layer.n_kv_heads * layer.head_dim * layer.head_dim;
         assert!(n > 0 && layer.key.len() == n && layer.query.len() == n);
         assert!(layer.key.iter().chain(&layer.query).all(|x| x.is_finite()));
+        let (feedback, mean) = (layer.key_feedback.as_ref(), layer.key_mean.as_ref());
+        assert!(feedback.is_none_or(|data| data.len() == n));
+        assert!(mean.is_none_or(|data| data.len() == layer.n_kv_heads * layer.head_dim));
+        assert!(feedback.into_iter().chain(mean).flatten().all(|x| x.is_finite()));
     }
     for layer in values.iter().flat_map(|values| values.layers.values()) {
         let n = layer.n_kv_heads * layer.head_dim * layer.head_dim;
         assert!(n > 0 && layer.value.len() == n && layer.value.iter().all(|x| x.is_finite()));
     }
+    for layer in feedback.iter().flat_map(|feedback| feedback.layers.values()) {
+        let n = layer.n_kv_heads * layer.head_dim * layer.head_dim;
+        assert!(n > 0 && layer.value_feedback.len() == n && layer.value_feedback.iter().all(|x| x.is_finite()));
+    }
     for layer in transforms.iter().flat_map(|transforms| transforms.layers.values()) {
         assert_eq!(layer.key.n_heads, layer.value.n_heads);
-        for matrices in [&layer.key, &layer.value] {
+        assert!(layer.key_mean.iter().flatten().all(|x| x.is_finite()));
+        let feedback = layer.key_feedback.iter().chain(&layer.value_feedback);
+        for matrices in [&layer.key, &layer.value].into_iter().chain(feedback) {
             let n = matrices.n_heads * matrices.dim * matrices.dim;
             assert!(n > 0 && matrices.data.len() == n && matrices.data.iter().all(|x| x.is_finite()));
         }

@@ -78,8 +78,10 @@ fn merge_refuses_what_does_not_add_up() {
 fn every_transform_solves_from_statistics() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
-    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "stats.safetensors"]));
-    for transform in ["identity", "random", "hadamard", "wush"] {
+    let everything = ["--hessian", "attention", "--second-pass", "oscar", "--out", "stats.safetensors"];
+    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &everything));
+    program.ok(&args([&"inspect", &"stats.safetensors", &"--base", &tiny()]));
+    for transform in ["identity", "random", "hadamard", "oscar", "oscar-per-head", "wush", "wush-a"] {
         let out = format!("{transform}.safetensors");
         let solve = ["solve", "stats.safetensors", "--transform", transform, "--out", &out, "--format", "json"];
         let report = program.ok(&solve).json();
@@ -87,9 +89,112 @@ fn every_transform_solves_from_statistics() {
         let head = &report["layers"][0]["key"][0];
         let gain = head["predicted_gain"].as_f64().expect("a number");
         // Orthogonal transforms leave both traces, so their gain is 1; no transform beats Eq. 1.
-        assert!(if transform == "wush" { gain > 1.0 } else { (gain - 1.0).abs() <= 1e-9 }, "{transform}: {gain}");
+        assert!(
+            if transform.starts_with("wush") { gain > 1.0 } else { (gain - 1.0).abs() <= 1e-9 },
+            "{transform}: {gain}"
+        );
         program.ok(&["inspect", &out]);
     }
+}
+
+/// What a transform needs is gathered for it by `convert`, and asked for by name where a file does not hold it.
+#[test]
+fn transforms_of_more_than_moments_convert_or_say_what_they_need() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    for transform in ["oscar", "oscar-per-head", "wush-a"] {
+        let out = format!("bundle-{transform}");
+        let more = ["--transform", transform, "--out", &out, "--format", "json"];
+        let report = program.ok(&on_tiny(&scratch, "convert", &tiny(), &more)).json();
+        assert_eq!(
+            (&report["solve"]["transform"], &report["equivalence"]["passed"]),
+            (&transform.into(), &true.into())
+        );
+        program.ok(&args([&"inspect", &out.as_str(), &"--base", &tiny()]));
+    }
+    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "plain.safetensors"]));
+    for (transform, option) in
+        [("oscar", "--second-pass oscar"), ("oscar-per-head", "--second-pass oscar"), ("wush-a", "--hessian attention")]
+    {
+        let run = program.run(&["solve", "plain.safetensors", "--transform", transform, "--out", "t.safetensors"]);
+        assert_eq!(run.code, Some(2), "{run:?}");
+        assert!(run.stderr.contains("made from more than these statistics hold"), "{run:?}");
+        assert!(run.stderr.contains(&format!("calibrate with {option}")), "{run:?}");
+    }
+}
+
+/// A second pass weighs by the sums of one run: neither a share nor a sum of shares has one.
+#[test]
+fn a_second_pass_is_of_one_run() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let weighed = ["--second-pass", "oscar", "--out", "a.safetensors"];
+    let shard = [&weighed[..], &["--shard", "1/2"]].concat();
+    let run = program.run(&on_tiny(&scratch, "calibrate", &tiny(), &shard));
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("--second-pass"), "{run:?}");
+    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &[&weighed[..], &["--sequences", "2"]].concat()));
+    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--shard", "2/2", "--out", "b.safetensors"]));
+    let run = program.run(&["merge", "b.safetensors", "a.safetensors", "--out", "sum.safetensors"]);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("cannot add statistics number 2") && run.stderr.contains("second pass"), "{run:?}");
+}
+
+/// Everything beyond the paper at once: solved, folded, verified, audited, and recorded.
+#[test]
+fn centring_exponent_factor_and_feedback_reach_the_bundle() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let beyond = ["--exponent", "0.4", "--factor", "balanced", "--center-keys", "always", "--feedback"];
+    let more = [&["--out", "bundle", "--format", "json"], &beyond[..]].concat();
+    let report = program.ok(&on_tiny(&scratch, "convert", &tiny(), &more)).json();
+    assert_schema("convert", &report);
+    assert_eq!(report["equivalence"]["passed"], true);
+    let solve = &report["solve"];
+    assert_eq!((&solve["exponent"], &solve["factor"]), (&0.4.into(), &"balanced".into()));
+    assert_eq!((&solve["center_keys"], &solve["feedback"]), (&"always".into(), &true.into()));
+    let centered = report["layers"][0]["centered_keys"].as_array().expect("a list").len();
+    assert_eq!(centered, report["layers"][0]["key"].as_array().expect("a list").len());
+    assert!(scratch.join("bundle/wush/value_feedback.safetensors").is_file());
+    program.ok(&args([&"inspect", &"bundle", &"--base", &tiny()]));
+
+    // The same in steps: the same sidecar.
+    program.ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "stats.safetensors"]));
+    program.ok(&[&["solve", "stats.safetensors", "--out", "t.safetensors"], &beyond[..]].concat());
+    program.ok(&["inspect", "t.safetensors"]);
+    program.ok(&args([&"fold", &tiny(), &"t.safetensors", &"--out", &"again"]));
+    for name in ["key_transforms", "value_transforms", "value_feedback"] {
+        let of = |dir: &str| fs::read(scratch.join(&format!("{dir}/wush/{name}.safetensors"))).expect("read");
+        assert_eq!(of("bundle"), of("again"), "{name}");
+    }
+}
+
+/// A softcap comes between the keys and the softmax: there is nothing to centre.
+#[test]
+fn capped_logits_are_not_centred() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let model = fixture("tiny").join("gemma2");
+    let ids = token_ids(&scratch, "ids.json", 4, 14);
+    program.ok(&args([&"calibrate", &model, &"--calib", &ids, &"--out", &"stats.safetensors"]));
+    let solve = |rule: &str| {
+        program.run(&[
+            "solve",
+            "stats.safetensors",
+            "--center-keys",
+            rule,
+            "--out",
+            "t.safetensors",
+            "--format",
+            "json",
+        ])
+    };
+    let run = solve("always");
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("gemma2 caps its attention logits") && run.stderr.contains("hint"), "{run:?}");
+    let run = solve("auto");
+    assert_eq!(run.code, Some(0), "{run:?}");
+    assert_eq!(run.json()["layers"][0]["centered_keys"], serde_json::json!([]));
 }
 
 #[test]

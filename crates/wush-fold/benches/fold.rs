@@ -11,7 +11,7 @@ use std::time::Instant;
 use wush_checkpoint::Checkpoint;
 use wush_fold::{FoldDtype, fold};
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::FileEntry;
+use wush_format::manifest::{FileEntry, Solve};
 use wush_format::monitor::Quiet;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_model::spec::ModelSpec;
@@ -91,9 +91,11 @@ fn transforms(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<Transforms, E
             .for_each(|(_, x)| *x += 1.0);
         out
     };
-    let layer = |attn: &wush_model::spec::AttentionSpec| LayerTransforms {
-        key: HeadMatrices::zeros(attn.n_kv_heads, attn.head_dim),
-        value: matrices(attn.n_kv_heads, attn.head_dim),
+    let layer = |attn: &wush_model::spec::AttentionSpec| {
+        LayerTransforms::new(
+            HeadMatrices::zeros(attn.n_kv_heads, attn.head_dim),
+            matrices(attn.n_kv_heads, attn.head_dim),
+        )
     };
     let layers: Vec<_> = spec.layers.iter().map(|layer| &layer.attn).map(layer).collect();
     let entry = |shard: &wush_checkpoint::Shard| -> Result<FileEntry, Error> {
@@ -105,11 +107,7 @@ fn transforms(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<Transforms, E
     Ok(Transforms {
         layers: layers.into_iter().enumerate().collect(),
         model_hash,
-        transform: "random".to_owned(),
-        preset: "default".to_owned(),
-        damping: 0.0,
-        seed: 1,
-        stats_hash: None,
+        solve: Solve::as_published("random"),
         calibration: None,
         report: Vec::new(),
     })

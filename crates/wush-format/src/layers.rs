@@ -45,25 +45,39 @@ pub(crate) fn check_format(file: &TensorFile, format: &'static str, version: u32
     }
 }
 
-/// The layer ids of a file whose every tensor is `layers.{i}.{role}` with a role of `roles`; every layer has all roles,
-/// and there is at least one layer.
-pub(crate) fn layer_ids(file: &TensorFile, format: &'static str, roles: &[&str]) -> Result<BTreeSet<usize>> {
+/// What the layers of a file have.
+pub(crate) struct Roles {
+    /// In every layer.
+    pub(crate) required: &'static [&'static str],
+    /// In every layer or in none.
+    pub(crate) optional: &'static [&'static str],
+}
+
+/// The layer ids of a file whose every tensor is `layers.{i}.{role}`, with the roles that it should have; there is at
+/// least one layer.
+pub(crate) fn layer_ids(file: &TensorFile, format: &'static str, roles: &Roles) -> Result<BTreeSet<usize>> {
     let mut ids = BTreeSet::new();
     for name in file.tensors().keys() {
         match parse_name(name) {
-            Some((layer, role)) if roles.contains(&role) => ids.insert(layer),
+            Some((layer, role)) if roles.required.contains(&role) || roles.optional.contains(&role) => {
+                ids.insert(layer)
+            }
             _ => return Err(FormatError::invalid(file.path(), format, format!("unknown tensor {}", shown(name)))),
         };
     }
     if ids.is_empty() {
         return Err(FormatError::invalid(file.path(), format, "it holds no layer"));
     }
-    for &layer in &ids {
-        for role in roles {
-            file.tensor(&tensor_name(layer, role))?;
-        }
+    let there = roles.optional.iter().filter(|role| ids.iter().any(|&layer| has(file, layer, role)));
+    for role in roles.required.iter().chain(there) {
+        ids.iter().try_for_each(|&layer| file.tensor(&tensor_name(layer, role)).map(|_| ()))?;
     }
     Ok(ids)
+}
+
+/// Whether a layer has a tensor of this role.
+pub(crate) fn has(file: &TensorFile, layer: usize, role: &str) -> bool {
+    file.tensors().contains_key(&tensor_name(layer, role))
 }
 
 /// `layers.{i}.{role}`, `i` in its one decimal spelling and below [`MAX_LAYERS`].
@@ -98,14 +112,31 @@ pub(crate) fn check_finite(path: &Path, name: &str, dim: usize, mut values: impl
     })
 }
 
-/// A layer has one key and one value transform a KV head.
-pub(crate) fn check_same_heads(path: &Path, layer: usize, n_key: usize, n_value: usize) -> Result<()> {
+/// The same among the rows `[n_heads, dim]` of the tensor `name`.
+pub(crate) fn check_finite_rows(
+    path: &Path,
+    name: &str,
+    dim: usize,
+    mut values: impl Iterator<Item = f64>,
+) -> Result<()> {
+    let Some(at) = values.position(|value| !value.is_finite()) else { return Ok(()) };
+    let dim = dim.max(1);
+    Err(FormatError::WrongTensor {
+        path: path.to_owned(),
+        name: name.to_owned(),
+        expected: "finite numbers".to_owned(),
+        found: format!("NaN or infinity in head {}, coordinate {}", at / dim, at % dim),
+    })
+}
+
+/// A layer has one of each role a KV head.
+pub(crate) fn check_same_heads(path: &Path, layer: usize, role: &str, n_key: usize, n_value: usize) -> Result<()> {
     if n_key == n_value {
         return Ok(());
     }
     Err(FormatError::WrongTensor {
         path: path.to_owned(),
-        name: tensor_name(layer, "value"),
+        name: tensor_name(layer, role),
         expected: format!("{n_key} heads, as the keys have"),
         found: format!("{n_value} heads"),
     })

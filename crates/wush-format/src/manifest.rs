@@ -14,7 +14,7 @@ use crate::text::{is_plain, refuse_active_json};
 use crate::{FormatError, Result};
 
 /// Version of the manifest's layout.
-pub const MANIFEST_VERSION: u32 = 1;
+pub const MANIFEST_VERSION: u32 = 2;
 /// Longest manifest, in bytes: some hundred times that of a model with 100 layers of 8 heads.
 pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 /// [`Basis::kind`] of a bundle: values and output projections are in transformed coordinates.
@@ -108,10 +108,35 @@ pub struct Solve {
     pub preset: String,
     /// Damping γ of Eq. 1.
     pub damping: f64,
-    /// Seed of the random baseline.
+    /// Seed of random matrices.
     pub seed: u64,
+    /// Exponent p of Λ in T, 0 to ½; ¼ in Eq. 1.
+    pub exponent: f64,
+    /// Name of T's last, orthogonal factor; "hadamard" in Eq. 1.
+    pub factor: String,
+    /// Which heads' keys were to be centred: "never", "always" or "auto".
+    pub center_keys: String,
+    /// Whether there are feedback matrices for the encoder.
+    pub feedback: bool,
     /// SHA-256 of the statistics file.
     pub stats_hash: Option<Sha>,
+}
+
+impl Solve {
+    /// As published, without statistics: γ = 0.01, p = ¼, the Hadamard factor, keys as they are, no feedback.
+    pub fn as_published(transform: &str) -> Self {
+        Self {
+            transform: transform.to_owned(),
+            preset: "paper".to_owned(),
+            damping: 0.01,
+            seed: 0,
+            exponent: 0.25,
+            factor: "hadamard".to_owned(),
+            center_keys: "never".to_owned(),
+            feedback: false,
+            stats_hash: None,
+        }
+    }
 }
 
 /// What the statistics were summed over.
@@ -160,6 +185,8 @@ pub struct LayerReport {
     pub key: Vec<HeadReport>,
     /// One entry a KV head.
     pub value: Vec<HeadReport>,
+    /// KV heads whose keys are centred, rising: those with a mean that is not all zero. Their Gram matrix is a covariance.
+    pub centered_keys: Vec<usize>,
 }
 
 /// The solver's report on one transform. Traces are of the undamped matrices; ratios have no unit.
@@ -278,7 +305,7 @@ impl Manifest {
                 layer.value.len(),
                 layer.key.len()
             )),
-            None => Ok(()),
+            None => self.layers.iter().try_for_each(check_centered),
         }
     }
 }
@@ -287,6 +314,16 @@ impl Manifest {
 #[derive(Deserialize)]
 struct Versioned {
     format_version: u32,
+}
+
+/// Rising, and heads of the layer.
+fn check_centered(layer: &LayerReport) -> Result<(), String> {
+    let LayerReport { layer, key, centered_keys, .. } = layer;
+    let rising = centered_keys.is_sorted_by(|a, b| a < b);
+    if rising && centered_keys.last().is_none_or(|&head| head < key.len()) {
+        return Ok(());
+    }
+    Err(format!("layer {layer}: expected centered_keys rising and below {}, found {centered_keys:?}", key.len()))
 }
 
 fn check_files(list: &str, files: &[FileEntry]) -> Result<(), String> {

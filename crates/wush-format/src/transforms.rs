@@ -1,25 +1,27 @@
-//! The transforms file: `layers.{i}.key` and `layers.{i}.value`, f64 `[n_kv, d, d]`, column convention
-//! (the cache holds `T_K k` and `T_V v`).
+//! The transforms file: `layers.{i}.key` and `layers.{i}.value`, f64 `[n_kv, d, d]`, column convention (the cache holds
+//! `T_K k` and `T_V v`); where they were asked for, `layers.{i}.key_mean` `[n_kv, d]` (then `T_K (k − μ)`) and the encoder's
+//! `layers.{i}.key_feedback`, `layers.{i}.value_feedback` `[n_kv, d, d]`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::hash::Sha;
 use crate::layers::{
-    check_finite, check_format, check_same_heads, format_metadata, head_shape, layer_ids, parse_meta, tensor_name,
+    Roles, check_finite, check_finite_rows, check_format, check_same_heads, format_metadata, has, head_shape,
+    layer_ids, parse_meta, tensor_name,
 };
+use crate::manifest::{Calibration, LayerReport, Solve};
 use crate::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use crate::{FormatError, Result};
 
 /// Version of the transforms file's layout.
-pub const TRANSFORMS_VERSION: u32 = 1;
+pub const TRANSFORMS_VERSION: u32 = 2;
 /// `format` in its metadata.
 const FORMAT: &str = "wush-transforms";
 /// Metadata entries besides format and version.
-const METADATA: [&str; 8] =
-    ["calibration", "damping", "model_hash", "preset", "report", "seed", "stats_hash", "transform"];
+const METADATA: [&str; 4] = ["calibration", "model_hash", "report", "solve"];
 /// What a layer has.
-const ROLES: [&str; 2] = ["key", "value"];
+const ROLES: Roles = Roles { required: &["key", "value"], optional: &["key_mean", "key_feedback", "value_feedback"] };
 
 /// Square matrices, one a head: `[n_heads, dim, dim]`, row-major f64.
 #[derive(Debug, Clone, PartialEq)]
@@ -56,6 +58,34 @@ pub struct LayerTransforms {
     pub key: HeadMatrices,
     /// `T_V`, one a KV head.
     pub value: HeadMatrices,
+    /// μ `[n_kv, d]`, what is subtracted from every key first; zeros where a head's keys are not centred, and none where no
+    /// key is ever to be.
+    pub key_mean: Option<Vec<f64>>,
+    /// Unit lower triangular factor L of the metric T_K^{-T} H_K T_K^{-1} = L D Lᵀ; none where it was not asked for.
+    pub key_feedback: Option<HeadMatrices>,
+    /// The same of the values.
+    pub value_feedback: Option<HeadMatrices>,
+}
+
+impl LayerTransforms {
+    /// Transforms alone: keys as they are, no feedback.
+    pub fn new(key: HeadMatrices, value: HeadMatrices) -> Self {
+        Self { key, value, key_mean: None, key_feedback: None, value_feedback: None }
+    }
+
+    /// KV heads whose mean key is not all zero, rising.
+    pub fn centered_keys(&self) -> Vec<usize> {
+        let Some(means) = &self.key_mean else { return Vec::new() };
+        let is_centered = |head: &usize| means.iter().skip(head * self.key.dim).take(self.key.dim).any(|&x| x != 0.0);
+        (0..self.key.n_heads).filter(is_centered).collect()
+    }
+
+    /// The stacks of matrices by role.
+    fn matrices(&self) -> impl Iterator<Item = (&'static str, &HeadMatrices)> {
+        let optional = [("key_feedback", &self.key_feedback), ("value_feedback", &self.value_feedback)];
+        let optional = optional.into_iter().filter_map(|(role, matrices)| Some((role, matrices.as_ref()?)));
+        [("key", &self.key), ("value", &self.value)].into_iter().chain(optional)
+    }
 }
 
 /// All transforms of a model, by global layer id, with what they were made from.
@@ -65,20 +95,12 @@ pub struct Transforms {
     pub layers: BTreeMap<usize, LayerTransforms>,
     /// SHA-256 of the model's shards (see `wush_checkpoint::Checkpoint::weights_hash`).
     pub model_hash: Sha,
-    /// Name in the transform registry: "wush", "identity", "hadamard", "random".
-    pub transform: String,
-    /// Preset that chose the method: "default" or "paper".
-    pub preset: String,
-    /// Damping γ.
-    pub damping: f64,
-    /// Seed of the random baseline.
-    pub seed: u64,
-    /// SHA-256 of the statistics file they were solved from; none for transforms that need no statistics.
-    pub stats_hash: Option<Sha>,
+    /// How they were solved, as the manifest states it.
+    pub solve: Solve,
     /// What the statistics came from (calibration source, tokens, longest sequence), as the manifest states it.
-    pub calibration: Option<crate::manifest::Calibration>,
+    pub calibration: Option<Calibration>,
     /// The solver's report, one entry a layer, as the manifest states it.
-    pub report: Vec<crate::manifest::LayerReport>,
+    pub report: Vec<LayerReport>,
 }
 
 impl Transforms {
@@ -98,19 +120,21 @@ impl Transforms {
         check_format(file, FORMAT, TRANSFORMS_VERSION, &METADATA)?;
         let mut layers = BTreeMap::new();
         for layer in layer_ids(file, FORMAT, &ROLES)? {
-            let transforms = LayerTransforms { key: read(file, layer, "key")?, value: read(file, layer, "value")? };
-            check_same_heads(file.path(), layer, transforms.key.n_heads, transforms.value.n_heads)?;
+            let transforms = read_layer(file, layer)?;
+            check_layer(file.path(), layer, &transforms)?;
             layers.insert(layer, transforms);
         }
+        let solve: Solve = json_meta(file, "solve")?;
+        check_damping(file.path(), solve.damping)?;
         Ok(Self {
             layers,
             model_hash: parse_meta(file, FORMAT, "model_hash")?,
-            transform: file.meta("transform")?.to_owned(),
-            preset: file.meta("preset")?.to_owned(),
-            damping: check_damping(file.path(), parse_meta(file, FORMAT, "damping")?)?,
-            seed: parse_meta(file, FORMAT, "seed")?,
-            stats_hash: optional(file, "stats_hash", |key| parse_meta(file, FORMAT, key))?,
-            calibration: optional(file, "calibration", |key| json_meta(file, key))?,
+            solve,
+            calibration: file
+                .metadata()
+                .contains_key("calibration")
+                .then(|| json_meta(file, "calibration"))
+                .transpose()?,
             report: json_meta(file, "report")?,
         })
     }
@@ -118,16 +142,26 @@ impl Transforms {
     /// Writes it, atomically and with the same bytes for the same content.
     ///
     /// # Errors
-    /// `Io`, `Busy`; `Invalid` for a number that is not finite, `WrongTensor` for data that is not `[n_heads, dim, dim]`:
-    /// what `load` would refuse is not written.
+    /// `Io`, `Busy`; `Invalid` for a number that is not finite, `WrongTensor` for data that is not `[n_heads, dim, dim]`,
+    /// `MissingTensor` for a layer without what others have: what `load` would refuse is not written.
     pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
         let mut tensors = BTreeMap::new();
         for (&layer, transforms) in &self.layers {
-            check_same_heads(path, layer, transforms.key.n_heads, transforms.value.n_heads)?;
-            for (role, matrices) in [("key", &transforms.key), ("value", &transforms.value)] {
-                let name = tensor_name(layer, role);
-                check_finite(path, &name, matrices.dim, matrices.data.iter().copied())?;
-                tensors.insert(name, NewTensor::f64(&[matrices.n_heads, matrices.dim, matrices.dim], &matrices.data));
+            check_layer(path, layer, transforms)?;
+            for (role, matrices) in transforms.matrices() {
+                let shape = [matrices.n_heads, matrices.dim, matrices.dim];
+                tensors.insert(tensor_name(layer, role), NewTensor::f64(&shape, &matrices.data));
+            }
+            if let Some(means) = &transforms.key_mean {
+                let shape = [transforms.key.n_heads, transforms.key.dim];
+                tensors.insert(tensor_name(layer, "key_mean"), NewTensor::f64(&shape, means));
+            }
+        }
+        for role in ROLES.optional {
+            let is_missing = |layer: &&usize| !tensors.contains_key(&tensor_name(**layer, role));
+            let missing: Vec<&usize> = self.layers.keys().filter(is_missing).collect();
+            if let Some(&&layer) = missing.first().filter(|_| missing.len() < self.layers.len()) {
+                return Err(FormatError::MissingTensor { path: path.to_owned(), name: tensor_name(layer, role) });
             }
         }
         write_tensor_file(path, &tensors, &self.metadata(path)?)
@@ -136,16 +170,10 @@ impl Transforms {
     fn metadata(&self, path: &Path) -> Result<BTreeMap<String, String>> {
         let mut metadata = format_metadata(FORMAT, TRANSFORMS_VERSION);
         let mut put = |key: &str, value: String| metadata.insert(key.to_owned(), value);
+        check_damping(path, self.solve.damping)?;
         put("model_hash", self.model_hash.to_string());
-        put("transform", self.transform.clone());
-        put("preset", self.preset.clone());
-        // `{}` of a float is the shortest text that reads back to the same bits.
-        put("damping", check_damping(path, self.damping)?.to_string());
-        put("seed", self.seed.to_string());
+        put("solve", to_json(path, &self.solve)?);
         put("report", to_json(path, &self.report)?);
-        if let Some(hash) = &self.stats_hash {
-            put("stats_hash", hash.to_string());
-        }
         if let Some(calibration) = &self.calibration {
             put("calibration", to_json(path, calibration)?);
         }
@@ -153,23 +181,44 @@ impl Transforms {
     }
 }
 
-fn check_damping(path: &Path, damping: f64) -> Result<f64> {
+/// Finite numbers, and as many heads of everything as there are of keys.
+fn check_layer(path: &Path, layer: usize, transforms: &LayerTransforms) -> Result<()> {
+    let n_heads = transforms.key.n_heads;
+    for (role, matrices) in transforms.matrices() {
+        check_same_heads(path, layer, role, n_heads, matrices.n_heads)?;
+        check_finite(path, &tensor_name(layer, role), matrices.dim, matrices.data.iter().copied())?;
+    }
+    let means = transforms.key_mean.iter().flatten().copied();
+    check_finite_rows(path, &tensor_name(layer, "key_mean"), transforms.key.dim, means)
+}
+
+fn check_damping(path: &Path, damping: f64) -> Result<()> {
     if damping.is_finite() && damping >= 0.0 {
-        return Ok(damping);
+        return Ok(());
     }
     Err(FormatError::invalid(path, FORMAT, format!("damping {damping}, expected a finite number of at least 0")))
+}
+
+fn read_layer(file: &TensorFile, layer: usize) -> Result<LayerTransforms> {
+    let (key, value) = (read(file, layer, "key")?, read(file, layer, "value")?);
+    check_same_heads(file.path(), layer, "value", key.n_heads, value.n_heads)?;
+    let optional = |role: &str, dim: usize| -> Result<Option<HeadMatrices>> {
+        if !has(file, layer, role) {
+            return Ok(None);
+        }
+        let shape = [key.n_heads, dim, dim];
+        Ok(Some(HeadMatrices { n_heads: key.n_heads, dim, data: file.f64(&tensor_name(layer, role), &shape)? }))
+    };
+    let (key_feedback, value_feedback) = (optional("key_feedback", key.dim)?, optional("value_feedback", value.dim)?);
+    let means = tensor_name(layer, "key_mean");
+    let key_mean = has(file, layer, "key_mean").then(|| file.f64(&means, &[key.n_heads, key.dim])).transpose()?;
+    Ok(LayerTransforms { key, value, key_mean, key_feedback, value_feedback })
 }
 
 fn read(file: &TensorFile, layer: usize, role: &str) -> Result<HeadMatrices> {
     let name = tensor_name(layer, role);
     let [n_heads, dim] = head_shape(file, &name)?;
-    let data = file.f64(&name, &[n_heads, dim, dim])?;
-    check_finite(file.path(), &name, dim, data.iter().copied())?;
-    Ok(HeadMatrices { n_heads, dim, data })
-}
-
-fn optional<T>(file: &TensorFile, key: &str, read: impl FnOnce(&str) -> Result<T>) -> Result<Option<T>> {
-    file.metadata().contains_key(key).then(|| read(key)).transpose()
+    Ok(HeadMatrices { n_heads, dim, data: file.f64(&name, &[n_heads, dim, dim])? })
 }
 
 fn json_meta<T: serde::de::DeserializeOwned>(file: &TensorFile, key: &str) -> Result<T> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use wush_format::FormatError;
-use wush_format::bundle::{KeyLayer, KeySidecar, ValueLayer, ValueSidecar};
+use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback, ValueLayer, ValueSidecar};
 use wush_format::hash::Sha;
 use wush_format::manifest::{
     Basis, Calibration, FileEntry, FoldReport, HeadReport, LayerReport, Manifest, Solve, Source, Status, is_inside,
@@ -43,20 +43,27 @@ fn calibration() -> Calibration {
 }
 
 fn layer_report(layer: usize) -> LayerReport {
-    LayerReport { layer, key: vec![head_report()], value: vec![head_report()] }
+    LayerReport { layer, key: vec![head_report()], value: vec![head_report()], centered_keys: vec![0] }
 }
 
 fn transforms() -> Transforms {
     let matrices = |first: f64| HeadMatrices { n_heads: 1, dim: 2, data: vec![first, 0.0, -0.0, 1.0 / 3.0] };
-    let layer = |first| LayerTransforms { key: matrices(first), value: matrices(-first) };
+    let layer = |first| LayerTransforms {
+        key_mean: Some(vec![first, -0.0]),
+        key_feedback: Some(matrices(1.0)),
+        value_feedback: Some(matrices(2.0)),
+        ..LayerTransforms::new(matrices(first), matrices(-first))
+    };
     Transforms {
         layers: BTreeMap::from([(0, layer(1.0)), (10, layer(0.1)), (2, layer(f64::MIN_POSITIVE))]),
         model_hash: Sha::of(b"model"),
-        transform: "wush".to_owned(),
-        preset: "paper".to_owned(),
-        damping: 0.1 + 0.2,
-        seed: u64::MAX,
-        stats_hash: Some(Sha::of(b"stats")),
+        solve: Solve {
+            damping: 0.1 + 0.2,
+            exponent: 0.1 + 0.3,
+            seed: u64::MAX,
+            stats_hash: Some(Sha::of(b"stats")),
+            ..Solve::as_published("wush")
+        },
         calibration: Some(calibration()),
         report: vec![layer_report(0), layer_report(2), layer_report(10)],
     }
@@ -68,7 +75,7 @@ fn file_entry(path: &str) -> FileEntry {
 
 fn manifest() -> Manifest {
     Manifest {
-        format_version: 1,
+        format_version: 2,
         tool: "wush 0.1.0".to_owned(),
         status: Status::Complete,
         source: Source {
@@ -79,13 +86,7 @@ fn manifest() -> Manifest {
             files: vec![file_entry("config.json"), file_entry("model.safetensors")],
         },
         basis: Basis { kind: "folded-values".to_owned(), model_hash: Sha::of(b"folded") },
-        solve: Solve {
-            transform: "wush".to_owned(),
-            preset: "default".to_owned(),
-            damping: 0.01,
-            seed: 0,
-            stats_hash: None,
-        },
+        solve: Solve::as_published("wush"),
         calibration: Some(calibration()),
         layers: vec![layer_report(0), layer_report(1)],
         fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 1 },
@@ -112,7 +113,10 @@ macro_rules! round_trip {
 #[test]
 fn every_document_reads_back_bit_for_bit() {
     round_trip!(Transforms, transforms());
-    round_trip!(Transforms, Transforms { stats_hash: None, calibration: None, report: vec![], ..transforms() });
+    round_trip!(
+        Transforms,
+        Transforms { solve: Solve::as_published("identity"), calibration: None, report: vec![], ..transforms() }
+    );
     round_trip!(Manifest, manifest());
 }
 
@@ -145,6 +149,9 @@ fn a_manifest_with_unsorted_repeated_or_escaping_entries_is_refused() {
     m.layers[0].key.clear();
     assert!(invalid(&m).contains("layer 0: expected as many value heads as key heads"));
     let mut m = manifest();
+    m.layers[1].centered_keys = vec![1];
+    assert!(invalid(&m).contains("layer 1: expected centered_keys rising and below 1, found [1]"));
+    let mut m = manifest();
     m.fold.max_rel_error = f64::NAN;
     assert!(invalid(&m).contains("expected f64"));
 }
@@ -162,10 +169,10 @@ fn a_manifest_cannot_draw_lines_on_a_terminal() {
 #[test]
 fn a_manifest_of_another_version_is_told_from_a_broken_one() {
     let parse = |text: &str| Manifest::parse(Path::new("manifest.json"), text.as_bytes()).expect_err("refused");
-    let version = parse(r#"{"format_version": 2, "something": "new"}"#);
-    assert_eq!(version.to_string(), "manifest.json: manifest format version 2, expected 1");
+    let version = parse(r#"{"format_version": 3, "something": "new"}"#);
+    assert_eq!(version.to_string(), "manifest.json: manifest format version 3, expected 2");
     assert!(version.hint().is_some());
-    for text in ["", "[]", "{}", r#"{"format_version": 1}"#, r#"{"format_version": 1, "format_version": 1}"#] {
+    for text in ["", "[]", "{}", r#"{"format_version": 2}"#, r#"{"format_version": 2, "format_version": 2}"#] {
         assert!(matches!(parse(text), FormatError::Invalid { .. }), "{text}");
     }
     let mut value = serde_json::to_value(manifest()).expect("serializes");
@@ -230,14 +237,14 @@ fn a_transforms_file_with_missing_unknown_or_misshapen_tensors_is_refused() {
 
 #[test]
 fn a_transforms_file_with_bad_metadata_is_refused() {
-    let cases = [
+    let negative = Solve { damping: -1.0, ..Solve::as_published("wush") };
+    let negative = serde_json::to_string(&negative).expect("plain data");
+    let cases: [(&str, &str, &str); 7] = [
         ("format", "wush-key-transforms", "expected the metadata entry format = wush-transforms"),
-        ("version", "2", "wush-transforms format version \"2\", expected 1"),
+        ("version", "1", "wush-transforms format version \"1\", expected 2"),
         ("model_hash", "abc", "metadata entry model_hash = \"abc\""),
-        ("stats_hash", "", "metadata entry stats_hash"),
-        ("damping", "NaN", "expected a finite number"),
-        ("damping", "-1", "expected a finite number"),
-        ("seed", "-1", "metadata entry seed"),
+        ("solve", "{}", "metadata entry solve: missing field"),
+        ("solve", &negative, "damping -1, expected a finite number"),
         ("report", "[{}]", "metadata entry report: missing field"),
         ("calibration", "1", "metadata entry calibration"),
     ];
@@ -245,8 +252,8 @@ fn a_transforms_file_with_bad_metadata_is_refused() {
         let error = changed(|_, metadata| drop(metadata.insert(key.to_owned(), value.to_owned()))).to_string();
         assert!(error.contains(expected), "{key}: {error}");
     }
-    let error = changed(|_, metadata| drop(metadata.remove("transform"))).to_string();
-    assert!(error.contains("metadata entry \"transform\" is missing"), "{error}");
+    let error = changed(|_, metadata| drop(metadata.remove("solve"))).to_string();
+    assert!(error.contains("metadata entry \"solve\" is missing"), "{error}");
 }
 
 #[test]
@@ -264,7 +271,7 @@ fn a_number_that_is_not_finite_is_named_and_neither_written_nor_read() {
     let mut t = transforms();
     t.report[0].key[0].cond_gram = f64::INFINITY;
     assert!(t.save(&path).expect_err("refused").to_string().contains("a number is not finite"));
-    let mut layer = KeyLayer { n_kv_heads: 1, head_dim: 1, key: vec![1.0], query: vec![f32::NAN] };
+    let mut layer = KeyLayer::new(1, 1, vec![1.0], vec![f32::NAN]);
     let mut key = KeySidecar { layers: BTreeMap::from([(3, layer.clone())]), model_hash: Sha::of(b"") };
     assert!(key.save(&path).expect_err("refused").to_string().contains("tensor layers.3.query: expected finite"));
     layer.query = vec![1.0, 2.0];
@@ -286,6 +293,50 @@ fn one_sidecar_is_not_read_as_the_other() {
     assert!(matches!(KeySidecar::load(&dir.path().join("none")), Err(FormatError::Io { .. })));
 }
 
+/// What is optional is in all layers or in none, of the layer's shape, and finite.
+#[test]
+fn optional_tensors_are_complete_or_absent() {
+    let error = changed(|tensors, _| drop(tensors.remove("layers.2.key_mean")));
+    assert!(matches!(&error, FormatError::MissingTensor { name, .. } if name == "layers.2.key_mean"), "{error}");
+    let cases: [(&str, &[usize], &[f64]); 3] = [
+        ("layers.0.key_mean", &[2], &[1.0; 2]),
+        ("layers.0.key_feedback", &[1, 1, 1], &[1.0]),
+        ("layers.0.value_feedback", &[2, 2, 2], &[1.0; 8]),
+    ];
+    for (name, shape, values) in cases {
+        let error = changed(|tensors, _| drop(tensors.insert(name.to_owned(), NewTensor::f64(shape, values))));
+        assert!(matches!(&error, FormatError::WrongTensor { name: found, .. } if found == name), "{error}");
+    }
+    let bad = NewTensor::f64(&[1, 2], &[0.0, f64::NAN]);
+    let error = changed(|tensors, _| drop(tensors.insert("layers.2.key_mean".to_owned(), bad))).to_string();
+    assert!(
+        error.contains("layers.2.key_mean: expected finite numbers, found NaN or infinity in head 0, coordinate 1"),
+        "{error}"
+    );
+
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("t.safetensors");
+    let mut t = transforms();
+    t.layers.get_mut(&10).expect("a layer").value_feedback = None;
+    let error = t.save(&path).expect_err("what is not read is not written");
+    assert!(matches!(&error, FormatError::MissingTensor { name, .. } if name == "layers.10.value_feedback"), "{error}");
+    let plain = KeyLayer::new(1, 1, vec![1.0], vec![1.0]);
+    let centered = KeyLayer { key_mean: Some(vec![2.0]), ..plain.clone() };
+    let key = KeySidecar { layers: BTreeMap::from([(0, centered), (1, plain)]), model_hash: Sha::of(b"") };
+    let error = key.save(&path).expect_err("what is not read is not written");
+    assert!(matches!(&error, FormatError::MissingTensor { name, .. } if name == "layers.1.key_mean"), "{error}");
+    assert!(!path.exists());
+}
+
+#[test]
+fn centered_heads_are_those_with_a_mean() {
+    let zeros = || HeadMatrices::zeros(3, 2);
+    let mut layer = LayerTransforms::new(zeros(), zeros());
+    assert_eq!(layer.centered_keys(), [0; 0]);
+    layer.key_mean = Some(vec![0.0, 0.0, 0.0, -1.0, 2.0, 0.0]);
+    assert_eq!(layer.centered_keys(), [1, 2]);
+}
+
 /// `[n, d]` and the values of two tensors `[n, d, d]`.
 fn pair() -> impl Strategy<Value = (usize, usize, Vec<f32>, Vec<f32>)> {
     let finite = prop::num::f32::NORMAL | prop::num::f32::SUBNORMAL | prop::num::f32::ZERO;
@@ -304,22 +355,39 @@ proptest! {
     #![proptest_config(config(48))]
 
     #[test]
-    fn sidecars_and_transforms_read_back(layers in prop::collection::btree_map(0_usize..200, pair(), 1..4)) {
+    fn sidecars_and_transforms_read_back(
+        layers in prop::collection::btree_map(0_usize..200, pair(), 1..4),
+        with_extras in any::<bool>(),
+    ) {
         let model_hash = Sha::of(b"model");
         let mut keys = KeySidecar { layers: BTreeMap::new(), model_hash };
         let mut values = ValueSidecar { layers: BTreeMap::new(), model_hash };
+        let mut feedbacks = ValueFeedback { layers: BTreeMap::new(), model_hash };
         for (&layer, &(n_kv_heads, head_dim, ref first, ref second)) in &layers {
-            let key = KeyLayer { n_kv_heads, head_dim, key: first.clone(), query: second.clone() };
+            let mut key = KeyLayer::new(n_kv_heads, head_dim, first.clone(), second.clone());
+            if with_extras {
+                key.key_mean = Some(second[..n_kv_heads * head_dim].to_vec());
+                key.key_feedback = Some(first.clone());
+            }
             keys.layers.insert(layer, key);
+            let feedback = FeedbackLayer { n_kv_heads, head_dim, value_feedback: second.clone() };
+            feedbacks.layers.insert(layer, feedback);
             values.layers.insert(layer, ValueLayer { n_kv_heads, head_dim, value: first.clone() });
         }
         round_trip!(KeySidecar, keys);
         round_trip!(ValueSidecar, values);
+        round_trip!(ValueFeedback, feedbacks);
         let wide = |n_heads: &usize, dim: &usize, data: &[f32]| {
             HeadMatrices { n_heads: *n_heads, dim: *dim, data: data.iter().map(|&x| f64::from(x) / 3.0).collect() }
         };
         let layers = layers.iter().map(|(&layer, (n, d, key, value))| {
-            (layer, LayerTransforms { key: wide(n, d, key), value: wide(n, d, value) })
+            let mut transforms = LayerTransforms::new(wide(n, d, key), wide(n, d, value));
+            if with_extras {
+                transforms.key_mean = Some(wide(n, d, key).data[..n * d].to_vec());
+                transforms.key_feedback = Some(wide(n, d, value));
+                transforms.value_feedback = Some(wide(n, d, key));
+            }
+            (layer, transforms)
         });
         round_trip!(Transforms, Transforms { layers: layers.collect(), ..transforms() });
     }

@@ -5,7 +5,9 @@ use std::path::Path;
 
 use wush_checkpoint::{Checkpoint, weights_hash};
 use wush_fold::Roundings;
-use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueSidecar, WUSH_DIR};
+use wush_format::bundle::{
+    KEY_TRANSFORMS, KeySidecar, MANIFEST, VALUE_FEEDBACK, VALUE_TRANSFORMS, ValueFeedback, ValueSidecar, WUSH_DIR,
+};
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{FileEntry, LayerReport, Manifest, Status};
 use wush_format::monitor::Monitor;
@@ -17,8 +19,10 @@ use crate::base::{Comparison, other_model};
 use crate::inspect::Base;
 use crate::number::{count, digest, shown};
 use crate::report::{Kind, Report};
-use crate::sidecars::{Model, check_key, check_value, stored_keys, stored_values};
-use crate::solver::{Precision, check_length, check_record, check_stored};
+use crate::sidecars::{
+    Model, check_key, check_key_extras, check_value, check_value_feedback, stored_keys, stored_values,
+};
+use crate::solver::{Precision, check_length, check_record, check_stored, describe_settings};
 use crate::{InspectError, Result, files, index, manifest};
 
 /// Tokens a head dimension below which a calibration is called small. The relative error of a covariance's eigenvalues is
@@ -29,12 +33,13 @@ const WISE_TOKENS_PER_DIMENSION: u64 = 10;
 pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {
     let mut report = Report::new(dir, Kind::Bundle);
     let wush = dir.join(WUSH_DIR);
-    report.check_result("wush folder", files::check_wush_folder(dir));
+    let manifest = Manifest::load(&wush.join(MANIFEST));
+    let with_feedback = manifest.as_ref().is_ok_and(|manifest| manifest.solve.feedback);
+    report.check_result("wush folder", files::check_wush_folder(dir, with_feedback));
     let beside = files::beside(dir);
     if !beside.is_empty() {
         report.fact("not looked at", format!("{}, which are not part of a bundle", beside.join(", ")));
     }
-    let manifest = Manifest::load(&wush.join(MANIFEST));
     match &manifest {
         Ok(manifest) => check_manifest(&mut report, dir, manifest, base.is_some(), monitor)?,
         Err(error) => report.check("manifest", false, error.to_string()),
@@ -97,9 +102,16 @@ fn check_sidecars(
             check_key(report, &sidecar, Some(model));
             if let Some(record) = &record {
                 check_stored(report, Role::Key, &stored_keys(&sidecar), record, Precision::F32);
+                check_key_extras(report, &sidecar, Some(record));
             }
         }
         Err(error) => report.check("key sidecar", false, error.to_string()),
+    }
+    if manifest.is_some_and(|manifest| manifest.solve.feedback) {
+        match ValueFeedback::load(&wush.join(VALUE_FEEDBACK)) {
+            Ok(feedback) => check_value_feedback(report, &feedback, Some(model)),
+            Err(error) => report.check("value feedback", false, error.to_string()),
+        }
     }
     match ValueSidecar::load(&wush.join(VALUE_TRANSFORMS)) {
         Ok(sidecar) => {
@@ -133,10 +145,7 @@ fn check_manifest(
     let source = &manifest.source;
     let revision = source.revision.as_deref().map(|revision| format!(" @ {revision}")).unwrap_or_default();
     report.fact("source", format!("{}{revision} ({})", source.id, source.family));
-    report.fact(
-        "transform",
-        format!("{}, preset {}, damping {}", manifest.solve.transform, manifest.solve.preset, manifest.solve.damping),
-    );
+    report.fact("transform", describe_settings(&manifest.solve));
     if let Some(calibration) = &manifest.calibration {
         describe_calibration(report, calibration);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use rayon::prelude::*;
-use wush_format::bundle::{CARD, KEY_TRANSFORMS, MANIFEST, VALUE_TRANSFORMS, WUSH_DIR};
+use wush_format::bundle::{CARD, KEY_TRANSFORMS, MANIFEST, VALUE_FEEDBACK, VALUE_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::hash_file;
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
@@ -18,7 +18,7 @@ pub(crate) const MAX_SHOWN: usize = 5;
 /// Most entries of a bundle's directory, and most levels of folders, that are listed.
 const MAX_FILES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
-/// Everything that `wush/` holds.
+/// Everything that `wush/` holds, but for what is there with feedback alone.
 const WUSH_FILES: [&str; 4] = [CARD, KEY_TRANSFORMS, MANIFEST, VALUE_TRANSFORMS];
 /// Top-level folders that are not part of what is served: version control, a download cache.
 const BESIDE: [&str; 2] = [".cache", ".git"];
@@ -94,7 +94,8 @@ pub(crate) fn beside(dir: &Path) -> Vec<&'static str> {
 /// Whether `wush/` holds the files that wush writes and nothing else, listed in the manifest or not: what lies there is read as
 /// wush's. A link could lead anywhere tomorrow; only those of a snapshot in the hub's cache, to blobs of the same repository, are
 /// what its downloads look like.
-pub(crate) fn check_wush_folder(dir: &Path) -> Result<String, String> {
+pub(crate) fn check_wush_folder(dir: &Path, with_feedback: bool) -> Result<String, String> {
+    let expected: BTreeSet<&str> = WUSH_FILES.into_iter().chain(with_feedback.then_some(VALUE_FEEDBACK)).collect();
     let wush = dir.join(WUSH_DIR);
     let unreadable = |error: std::io::Error| format!("{}: {error}", wush.display());
     let mut problems = Vec::new();
@@ -105,7 +106,7 @@ pub(crate) fn check_wush_folder(dir: &Path) -> Result<String, String> {
     for entry in std::fs::read_dir(&wush).map_err(unreadable)?.take(MAX_FILES) {
         let entry = entry.map_err(unreadable)?;
         let (name, kind) = (entry.file_name().to_string_lossy().into_owned(), entry.file_type().map_err(unreadable)?);
-        if !WUSH_FILES.contains(&name.as_str()) {
+        if !expected.contains(name.as_str()) {
             problems.push(format!("{WUSH_DIR}/{name} is nothing that wush writes"));
         } else if kind.is_symlink() && !is_blob(dir, &entry.path()) {
             problems.push(format!("{WUSH_DIR}/{name} is a link"));
@@ -115,7 +116,7 @@ pub(crate) fn check_wush_folder(dir: &Path) -> Result<String, String> {
         found.insert(name);
     }
     problems.sort();
-    problems.extend(WUSH_FILES.iter().filter(|name| !found.contains(**name)).map(|name| format!("{name} is missing")));
+    problems.extend(expected.iter().filter(|name| !found.contains(**name)).map(|name| format!("{name} is missing")));
     if problems.is_empty() { Ok(count(found.len(), "file")) } else { Err(list(&problems)) }
 }
 

@@ -6,7 +6,7 @@ use faer::linalg::triangular_solve::solve_lower_triangular_in_place;
 use faer::{Accum, Mat, Par, Side};
 use wush_fold::{HeadWeights, invert};
 use wush_format::manifest::HeadReport;
-use wush_transform::{HeadMeasures, HeadProblem, find, hadamard, measure, sensitivity};
+use wush_transform::{Factor, HeadMeasures, HeadProblem, Needs, find, hadamard, measure, sensitivity};
 
 use crate::number::shown;
 use crate::solver::{Precision, REL_TOL, Record};
@@ -22,7 +22,11 @@ pub(crate) fn contradiction(
     record: &Record<'_>,
     precision: Precision,
 ) -> Option<String> {
-    let kind = find(record.transform).ok()?;
+    let kind = find(&record.solve.transform).ok()?;
+    // Exact Hessians are of the text, too.
+    if kind.needs == Needs::AttentionHessians {
+        return None;
+    }
     let layer = record.layers.iter().find(|layer| layer.layer == base.layer)?;
     let stated = layer.value.get(base.head)?;
     let dim = base.value.nrows();
@@ -30,17 +34,20 @@ pub(crate) fn contradiction(
         return Some("not of the base's dimension".to_owned());
     }
     let hessian = hessian(base);
-    let (found, inverse) = match measured(matrix, &hessian, dim, record.damping) {
+    let (found, inverse) = match measured(matrix, &hessian, dim, record.solve.damping) {
         Ok(found) => found,
         Err(error) => return Some(error.to_string()),
     };
     let tol = REL_TOL + 2.0 * dim as f64 * precision.roundoff() * found.cond_transform;
     let problem = other_figure(&found, stated, &hessian, tol);
-    if !kind.needs_statistics {
+    if kind.is_orthogonal {
         return problem;
     }
-    let head = Head { matrix, inverse: &inverse, hessian: &hessian, dim, damping: record.damping };
-    problem.or_else(|| other_gain(&head, stated, tol)).or_else(|| other_solution(&head, precision))
+    let head = Head { matrix, inverse: &inverse, hessian: &hessian, dim, damping: record.solve.damping };
+    let problem = problem.or_else(|| other_gain(&head, stated, tol));
+    // Another orthogonal factor depends on the Gram matrix or the seed: with R unknown, any T is a solution for some M.
+    let is_hadamard = record.solve.factor == Factor::PUBLISHED.name;
+    problem.or_else(|| is_hadamard.then(|| other_solution(&head, precision)).flatten())
 }
 
 /// H = 2 Σ_g W_O(h,g) W_O(h,g)ᵀ, row-major `[d, d]`.
@@ -63,7 +70,7 @@ fn measured(
 ) -> wush_transform::Result<(HeadMeasures, Vec<f64>)> {
     let identity: Vec<f64> = (0..dim * dim).map(|at| if at / dim == at % dim { 1.0 } else { 0.0 }).collect();
     let inverse = invert(matrix, dim).matrix;
-    let found = measure(matrix, &inverse, &HeadProblem { gram: &identity, hessian, dim }, damping)?;
+    let found = measure(matrix, &inverse, &HeadProblem::new(&identity, hessian, dim), damping)?;
     Ok((found, inverse))
 }
 
@@ -129,7 +136,7 @@ fn other_gain(head: &Head<'_>, stated: &HeadReport, tol: f64) -> Option<String> 
 }
 
 /// Whether some Gram matrix has this T by Eq. 1: with the Hadamard matrix ℋ and H' = L Lᵀ of the damped H, the rows of
-/// ℋᵀ T L⁻ᵀ = c Λ^-¼ Uᵀ are orthogonal, the longest first. Rounding T by u moves each by at most u ‖T‖_F ‖L⁻¹‖_F.
+/// ℋᵀ T L⁻ᵀ = c Λ^-p Uᵀ are orthogonal, the longest first. Rounding T by u moves each by at most u ‖T‖_F ‖L⁻¹‖_F.
 fn other_solution(head: &Head<'_>, precision: Precision) -> Option<String> {
     let dim = head.dim;
     let at = |data: &[f64]| Mat::from_fn(dim, dim, |i, j| data[i * dim + j]);

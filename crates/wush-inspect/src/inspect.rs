@@ -5,7 +5,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use wush_checkpoint::{Checkpoint, weights_hash};
 use wush_fold::Roundings;
-use wush_format::bundle::{KeySidecar, ValueSidecar, WUSH_DIR};
+use wush_format::bundle::{KeySidecar, ValueFeedback, ValueSidecar, WUSH_DIR};
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
@@ -155,7 +155,10 @@ fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Repor
         "wush-key-transforms" => {
             let mut report = Report::new(path, Kind::KeySidecar);
             match KeySidecar::from_file(&file) {
-                Ok(sidecar) => sidecars::check_key(&mut report, &sidecar, None),
+                Ok(sidecar) => {
+                    sidecars::check_key(&mut report, &sidecar, None);
+                    sidecars::check_key_extras(&mut report, &sidecar, None);
+                }
                 Err(error) => report.check("key sidecar", false, error.to_string()),
             }
             report
@@ -165,6 +168,14 @@ fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Repor
             match ValueSidecar::from_file(&file) {
                 Ok(sidecar) => sidecars::check_value(&mut report, &sidecar, None),
                 Err(error) => report.check("value sidecar", false, error.to_string()),
+            }
+            report
+        }
+        "wush-value-feedback" => {
+            let mut report = Report::new(path, Kind::ValueFeedback);
+            match ValueFeedback::from_file(&file) {
+                Ok(feedback) => sidecars::check_value_feedback(&mut report, &feedback, None),
+                Err(error) => report.check("value feedback", false, error.to_string()),
             }
             report
         }

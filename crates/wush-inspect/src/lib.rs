@@ -16,6 +16,7 @@ mod base;
 mod bundle;
 mod coordinates;
 mod error;
+mod extras;
 mod files;
 mod hessian;
 mod html;

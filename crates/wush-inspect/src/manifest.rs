@@ -29,15 +29,7 @@ const LOGIT_TOL: f64 = 1e-5;
 
 /// How the bundle's transforms were solved.
 pub(crate) fn record(manifest: &Manifest) -> Record<'_> {
-    Record {
-        transform: &manifest.solve.transform,
-        preset: &manifest.solve.preset,
-        damping: manifest.solve.damping,
-        seed: manifest.solve.seed,
-        names_statistics: manifest.solve.stats_hash.is_some(),
-        calibration: manifest.calibration.as_ref(),
-        layers: &manifest.layers,
-    }
+    Record { solve: &manifest.solve, calibration: manifest.calibration.as_ref(), layers: &manifest.layers }
 }
 
 /// What the manifest says of its source and its fold, against the bundle's own checkpoint.

@@ -48,6 +48,8 @@ pub enum Kind {
     KeySidecar,
     /// A bundle's value sidecar, alone.
     ValueSidecar,
+    /// A bundle's feedback for values, alone.
+    ValueFeedback,
 }
 
 impl Kind {
@@ -60,6 +62,7 @@ impl Kind {
             Self::Statistics => "statistics file",
             Self::KeySidecar => "key sidecar",
             Self::ValueSidecar => "value sidecar",
+            Self::ValueFeedback => "values' feedback",
         }
     }
 }
@@ -136,6 +139,8 @@ pub struct HeadAudit {
     pub key_condition: Option<f64>,
     /// Condition number (2-norm) of the stored value transform.
     pub value_condition: Option<f64>,
+    /// Whether the head's keys are centred; none where that is not known.
+    pub key_centered: Option<bool>,
     /// Largest |key · queryᵀ − I| over its bound; at most 1 passes.
     pub key_query_excess: Option<f64>,
     /// ‖Σk‖² / (n Σ‖k‖²): the share of the keys' energy that their mean holds, 0 to 1.

@@ -1,14 +1,15 @@
 //! Sidecars against themselves and the model: shapes, conditioning, and whether the query side undoes the key side.
 
 use wush_fold::{condition_limit, invert};
-use wush_format::bundle::{KeyLayer, KeySidecar, ValueSidecar};
+use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback, ValueSidecar};
 use wush_format::hash::Sha;
 use wush_model::spec::ModelSpec;
-use wush_transform::condition_number;
+use wush_transform::{Role, condition_number};
 
+use crate::extras::{Centered, Feedback, check_centered, check_factors, check_feedback};
 use crate::number::{count, digest, finite, shown, worse};
 use crate::report::Report;
-use crate::solver::Stored;
+use crate::solver::{Record, Stored};
 
 /// Unit roundoff of f32.
 const F32_ROUNDOFF: f64 = f32::EPSILON as f64 / 2.0;
@@ -88,6 +89,50 @@ pub(crate) fn check_key(report: &mut Report, sidecar: &KeySidecar, model: Option
     let detail = format!("largest |key·queryᵀ − I| is {} of its rounding bound ({worst})", shown(excess));
     report.check("query = key^{-T}", excess <= 1.0, detail);
     conditions.check(report, "key conditioning");
+}
+
+/// Checks of a key sidecar's means and feedback; against the record of the solver, if there is one.
+pub(crate) fn check_key_extras(report: &mut Report, sidecar: &KeySidecar, record: Option<&Record<'_>>) {
+    let feedback: Vec<Feedback> = sidecar
+        .layers
+        .iter()
+        .filter_map(|(&layer, entry)| Some((layer, entry, entry.key_feedback.as_deref()?)))
+        .flat_map(|(layer, entry, data)| Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, data))
+        .collect();
+    match record {
+        Some(record) => {
+            let centered = |(&layer, entry): (&usize, &KeyLayer)| Centered {
+                layer,
+                n_heads: entry.n_kv_heads,
+                has_means: entry.key_mean.is_some(),
+                heads: centered_heads(entry),
+            };
+            check_centered(report, sidecar.layers.iter().map(centered).collect(), record);
+            check_feedback(report, Role::Key, &feedback, record);
+        }
+        None => {
+            let n_centered: usize = sidecar.layers.values().map(|entry| centered_heads(entry).len()).sum();
+            report.fact("centred keys", count(n_centered, "head"));
+            check_factors(report, Role::Key, &feedback);
+        }
+    }
+}
+
+/// Heads whose mean is not all zero.
+fn centered_heads(entry: &KeyLayer) -> Vec<usize> {
+    let Some(means) = &entry.key_mean else { return Vec::new() };
+    let is_centered = |head: &usize| means.iter().skip(head * entry.head_dim).take(entry.head_dim).any(|&x| x != 0.0);
+    (0..entry.n_kv_heads).filter(is_centered).collect()
+}
+
+/// Checks of the values' feedback.
+pub(crate) fn check_value_feedback(report: &mut Report, feedback: &ValueFeedback, model: Option<Model<'_>>) {
+    let shapes = feedback.layers.iter().map(|(&layer, entry)| (layer, [entry.n_kv_heads, entry.head_dim]));
+    check_fit(report, "value feedback", shapes.collect(), feedback.model_hash, model);
+    let of_layer = |(&layer, entry): (&usize, &FeedbackLayer)| {
+        Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, &entry.value_feedback)
+    };
+    check_factors(report, Role::Value, &feedback.layers.iter().flat_map(of_layer).collect::<Vec<_>>());
 }
 
 /// T_K and T_K^{-T} of one head, widened.

@@ -4,10 +4,10 @@
 //! are computed again; of those that would take the statistics, what no statistics could give is refused.
 
 use rayon::prelude::*;
-use wush_format::manifest::{Calibration, HeadReport, LayerReport};
+use wush_format::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_model::arch::RopeScaling;
 use wush_model::spec::ModelSpec;
-use wush_transform::{HeadMeasures, HeadProblem, Role, Settings, TransformKind, find, solve};
+use wush_transform::{Factor, HeadMeasures, HeadProblem, Role, Settings, TransformKind, find, solve};
 
 use crate::files::list;
 use crate::number::{count, shown};
@@ -30,12 +30,7 @@ const MERGED: &str = " + ";
 
 /// How transforms were solved, as a transforms file or a manifest says.
 pub(crate) struct Record<'a> {
-    pub(crate) transform: &'a str,
-    pub(crate) preset: &'a str,
-    pub(crate) damping: f64,
-    pub(crate) seed: u64,
-    /// Whether the statistics are named by their hash.
-    pub(crate) names_statistics: bool,
+    pub(crate) solve: &'a Solve,
     pub(crate) calibration: Option<&'a Calibration>,
     pub(crate) layers: &'a [LayerReport],
 }
@@ -75,11 +70,12 @@ impl Precision {
 /// The record with itself: a known transform, the statistics that it needs, counts and figures that a solver can give.
 /// `dim` is the largest head dimension.
 pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize) {
-    let kind = match find(record.transform) {
+    let known = find(&record.solve.transform).and_then(|kind| Factor::find(&record.solve.factor).map(|_| kind));
+    let kind = match known {
         Ok(kind) => kind,
         Err(error) => return report.check("solver's record", false, error.to_string()),
     };
-    let parts = [record.names_statistics, record.calibration.is_some(), !record.layers.is_empty()];
+    let parts = [record.solve.stats_hash.is_some(), record.calibration.is_some(), !record.layers.is_empty()];
     let complete = if kind.needs_statistics { parts == [true; 3] } else { parts == [true; 3] || parts == [false; 3] };
     let detail = if complete {
         format!("{}, {}", kind.name, if parts[0] { "with its statistics" } else { "which needs no statistics" })
@@ -89,10 +85,11 @@ pub(crate) fn check_record(report: &mut Report, record: &Record<'_>, dim: usize)
             kind.name
         )
     };
-    let damping_ok = record.damping.is_finite() && record.damping >= 0.0;
-    let known = PRESETS.contains(&record.preset);
-    let detail = if known { detail } else { format!("unknown preset {}", record.preset) };
-    report.check("solver's record", complete && damping_ok && known, detail);
+    let damping_ok = record.solve.damping.is_finite() && record.solve.damping >= 0.0;
+    let exponent_ok = (0.0..=0.5).contains(&record.solve.exponent);
+    let known = PRESETS.contains(&record.solve.preset.as_str());
+    let detail = if known { detail } else { format!("unknown preset {}", record.solve.preset) };
+    report.check("solver's record", complete && damping_ok && exponent_ok && known, detail);
     if let Some(calibration) = record.calibration {
         let Calibration { sequences, max_seq_len, tokens, .. } = calibration;
         let sequences = count(usize::try_from(*sequences).unwrap_or(usize::MAX), "sequence");
@@ -153,23 +150,27 @@ pub(crate) fn check_length(report: &mut Report, max_seq_len: u64, rope_scaling: 
 /// The first figure that no statistics could have given.
 ///
 /// A damped matrix has a condition number of at most 1 + d/γ. Theorem 3's bound is at most tr(M) tr(H), by Cauchy-Schwarz, so
-/// gain times ratio is at least 1. Eq. 1's TᵀT is the geometric mean of the damped H and M⁻¹ up to its scale, so cond(T)⁴ is at
-/// most the product of their condition numbers; an orthogonal T has condition 1 and gain 1. A sum of n outer products has at
-/// most rank n. Without damping Eq. 1 takes no matrix that is singular in f64.
+/// gain times ratio is at least 1. TᵀT is the geometric mean of the damped H and M⁻¹ up to its scale, weighted by 1 − 2p and 2p
+/// (alike in Eq. 1), so cond(T)² is at most the same mean of their condition numbers; an orthogonal T has condition 1 and gain
+/// 1. A sum of n outer products has at most rank n. Without damping Eq. 1 takes no matrix that is singular in f64.
 fn impossible(found: &HeadReport, kind: &TransformKind, record: &Record<'_>, dim: usize) -> Option<String> {
-    let (d, damping) = (dim as f64, record.damping);
-    let undamped = if kind.needs_statistics { SATURATED / d } else { SATURATED };
+    let (d, damping, exponent) = (dim as f64, record.solve.damping, record.solve.exponent);
+    let undamped = if !kind.is_orthogonal { SATURATED / d } else { SATURATED };
     let damped = if damping > 0.0 { (1.0 + d / damping).min(SATURATED) } else { undamped };
-    let definite = damping == 0.0 && kind.needs_statistics;
+    let definite = damping == 0.0 && !kind.is_orthogonal;
     let within = |x: f64, least: f64, most: f64, tol: f64| x >= least - tol && x <= most * (1.0 + tol);
     let alive = dim.saturating_sub(found.dead_channels);
     let n_tokens = record.calibration.map_or(u64::MAX, |calibration| calibration.tokens);
     // At the edge of what f64 tells from singular, a figure is good to a factor of two.
     let noise = (d * f64::EPSILON * (found.cond_gram + found.cond_hessian)).min(1.0);
-    let largest = if kind.needs_statistics { (found.cond_gram * found.cond_hessian).powf(0.25) } else { 1.0 };
+    let largest = if !kind.is_orthogonal {
+        found.cond_hessian.powf(0.5 - exponent) * found.cond_gram.powf(exponent)
+    } else {
+        1.0
+    };
     let product = found.predicted_gain * found.trace_product_over_bound;
     let gain_ok = found.predicted_gain > 0.0
-        && (kind.needs_statistics || within(found.predicted_gain, 1.0, 1.0, REL_TOL))
+        && (!kind.is_orthogonal || within(found.predicted_gain, 1.0, 1.0, REL_TOL))
         && product >= 1.0 - BOUND_REL_TOL;
     let figures = [
         ("cond_gram", found.cond_gram, within(found.cond_gram, 1.0, damped, REL_TOL + noise)),
@@ -200,14 +201,15 @@ pub(crate) fn check_stored(
     precision: Precision,
 ) {
     // An unknown name failed before.
-    let Ok(kind) = find(record.transform) else { return };
+    let Ok(kind) = find(&record.solve.transform) else { return };
     let audits: Vec<HeadAudit> = stored.iter().map(|at| report.head(at.layer, at.head).clone()).collect();
     let problem = |(at, audit): (&Stored, &HeadAudit)| {
         let (condition, solver) = match role {
             Role::Key => (audit.key_condition, audit.key.as_ref()),
             Role::Value => (audit.value_condition, audit.value.as_ref()),
         };
-        let named = if kind.needs_statistics { None } else { other_than_named(at, role, kind, record.seed, precision) };
+        let named =
+            if kind.needs_statistics { None } else { other_than_named(at, role, kind, record.solve.seed, precision) };
         let found = named.or_else(|| match condition {
             None => Some("it has no finite condition number".to_owned()),
             Some(condition) => impossible_scale(at, condition, precision)
@@ -230,8 +232,8 @@ pub(crate) fn check_stored(
 
 /// A transform without statistics is built again, and must be the same to the bit.
 fn other_than_named(at: &Stored, role: Role, kind: &TransformKind, seed: u64, precision: Precision) -> Option<String> {
-    let settings = Settings { damping: 0.0, seed, layer: at.layer, head: at.head, role };
-    let problem = HeadProblem { gram: &[], hessian: &[], dim: at.dim };
+    let settings = Settings { seed, ..Settings::published(at.layer, at.head, role) };
+    let problem = HeadProblem::new(&[], &[], at.dim);
     match solve(kind, &problem, &settings) {
         Ok(expected) => {
             let same = expected.transform.iter().map(|&x| precision.round(x)).eq(at.matrix.iter().copied());
@@ -265,6 +267,16 @@ fn other_condition(dim: usize, found: f64, stated: f64, precision: Precision) ->
 /// value by at most u·‖T‖_F ≤ u·√d·σ_max, which is u·√d·cond of the smallest. Twice that, for both ends.
 fn condition_tol(dim: usize, condition: f64, precision: Precision) -> f64 {
     REL_TOL + 2.0 * (dim as f64).sqrt() * precision.roundoff() * condition
+}
+
+/// The settings of a solver, in a line.
+pub(crate) fn describe_settings(solve: &Solve) -> String {
+    let Solve { transform, preset, damping, exponent, factor, center_keys, feedback, .. } = solve;
+    let feedback = if *feedback { "with" } else { "without" };
+    format!(
+        "{transform}, preset {preset}, damping {damping}, exponent {exponent}, factor {factor}, keys centred {center_keys}, \
+         {feedback} feedback"
+    )
 }
 
 /// The solver's measures as the manifest states them.

@@ -66,7 +66,7 @@ fn measure_heads(report: &mut Report, statistics: &Statistics, monitor: &dyn Mon
                 stats.head_dim(),
             );
             monitor.advance(1);
-            Ok((layer, head, key, value, mean_key_energy(stats, head, statistics.info.positions)))
+            Ok((layer, head, key, value, stats.mean_key_energy(head, statistics.info.positions)))
         })
         .collect();
     monitor.end();
@@ -119,6 +119,9 @@ fn describe(report: &mut Report, statistics: &Statistics) {
     report.fact("model", format!("{} ({})", info.model_id, info.family));
     report.fact("calibration", format!("{}, on {} in {}", info.source, info.device, info.compute));
     let scaling = info.rope_scaling.as_deref().map(|scaling| format!(", RoPE scaling {scaling}")).unwrap_or_default();
+    let softmax =
+        if info.shift_invariant { "of the logits alone" } else { "of capped logits: its keys are not to be centred" };
+    report.fact("softmax", softmax);
     report.fact("calibrated length", format!("{} tokens{scaling}", info.max_seq_len));
 }
 
@@ -132,10 +135,10 @@ fn measure(
     dim: usize,
 ) -> Result<HeadReport, String> {
     let place = |detail: String| format!("layer {layer}, KV head {head}: {detail}");
-    let settings = Settings { damping: DAMPING, seed: 0, layer, head, role };
+    let settings = Settings { damping: DAMPING, ..Settings::published(layer, head, role) };
     let kind = find("wush").map_err(|error| place(error.to_string()))?;
     let solution =
-        solve(kind, &HeadProblem { gram, hessian, dim }, &settings).map_err(|error| place(error.to_string()))?;
+        solve(kind, &HeadProblem::new(gram, hessian, dim), &settings).map_err(|error| place(error.to_string()))?;
     solution.info.measures.as_ref().map(head_report).ok_or_else(|| place("not measured".to_owned()))
 }
 
@@ -201,13 +204,4 @@ fn check_base(report: &mut Report, statistics: &Statistics, base: &Base) {
         Err(error) => Err(error.to_string()),
     };
     report.check_result("output Gram matrices", result);
-}
-
-/// ‖Σk‖² / (n Σ‖k‖²): 1 when all keys are the same, about 1/n when they have no common direction; none without energy.
-fn mean_key_energy(stats: &LayerStats, head: usize, positions: u64) -> Option<f64> {
-    let dim = stats.head_dim();
-    let sum = stats.key_sum.get(head * dim..(head + 1) * dim)?;
-    let energy: f64 = stats.key_gram.head(head).iter().step_by(dim + 1).sum();
-    let share = sum.iter().map(|x| x * x).sum::<f64>() / (positions as f64 * energy);
-    crate::number::finite(share)
 }

@@ -9,13 +9,14 @@ use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_transform::Role;
 
 use crate::bundle::{add_layers, check_calibration, describe_calibration};
+use crate::extras::{Centered, Feedback, check_centered, check_feedback};
 use crate::files::list;
 use crate::hessian::contradiction;
 use crate::inspect::Base;
 use crate::number::count;
 use crate::report::{Kind, Report};
 use crate::sidecars::Conditions;
-use crate::solver::{Precision, Record, Stored, check_length, check_record, check_stored};
+use crate::solver::{Precision, Record, Stored, check_length, check_record, check_stored, describe_settings};
 
 /// Inspects a transforms file; with `base`, also against the shapes of its heads.
 pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Report {
@@ -28,15 +29,8 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
         }
     };
     describe(&mut report, &transforms);
-    let record = Record {
-        transform: &transforms.transform,
-        preset: &transforms.preset,
-        damping: transforms.damping,
-        seed: transforms.seed,
-        names_statistics: transforms.stats_hash.is_some(),
-        calibration: transforms.calibration.as_ref(),
-        layers: &transforms.report,
-    };
+    let record =
+        Record { solve: &transforms.solve, calibration: transforms.calibration.as_ref(), layers: &transforms.report };
     let head_dim = transforms.layers.values().map(|layer| layer.key.dim.max(layer.value.dim)).max().unwrap_or(0);
     check_record(&mut report, &record, head_dim);
     if let Some(calibration) = &transforms.calibration {
@@ -48,6 +42,7 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
     for role in [Role::Key, Role::Value] {
         check_invertible(&mut report, &transforms, role);
     }
+    check_extras(&mut report, &transforms, &record);
     for role in [Role::Key, Role::Value] {
         check_stored(&mut report, role, &stored(&transforms, role), &record, Precision::F64);
     }
@@ -84,10 +79,32 @@ fn describe(report: &mut Report, transforms: &Transforms) {
     let detail = format!("{} and {}, all finite", count(transforms.layers.len(), "layer"), count(n_heads, "KV head"));
     report.check("transforms", n_heads > 0, detail);
     report.model_hash = Some(transforms.model_hash);
-    report.fact(
-        "transform",
-        format!("{}, preset {}, damping {}", transforms.transform, transforms.preset, transforms.damping),
-    );
+    report.fact("transform", describe_settings(&transforms.solve));
+}
+
+/// Key means and feedback matrices.
+fn check_extras(report: &mut Report, transforms: &Transforms, record: &Record<'_>) {
+    let centered = transforms.layers.iter().map(|(&layer, entry)| Centered {
+        layer,
+        n_heads: entry.key.n_heads,
+        has_means: entry.key_mean.is_some(),
+        heads: entry.centered_keys(),
+    });
+    check_centered(report, centered.collect(), record);
+    let of = |role: fn(&LayerTransforms) -> &Option<HeadMatrices>| {
+        let heads = |(&layer, entry): (&usize, &LayerTransforms)| {
+            let matrices = role(entry).clone()?;
+            Some((0..matrices.n_heads).map(move |head| Feedback {
+                layer,
+                head,
+                dim: matrices.dim,
+                matrix: matrices.head(head).to_vec(),
+            }))
+        };
+        transforms.layers.iter().filter_map(heads).flatten().collect::<Vec<_>>()
+    };
+    check_feedback(report, Role::Key, &of(|layer| &layer.key_feedback), record);
+    check_feedback(report, Role::Value, &of(|layer| &layer.value_feedback), record);
 }
 
 /// The solver's report has one entry a head, or none at all.

@@ -173,7 +173,7 @@ fn a_value_transform_that_eq_1_does_not_give_is_found_with_the_base() {
     }
     // Everything that is said of it is true.
     let (gram, hessian) = value_problem(&source, 1, 0);
-    let problem = HeadProblem { gram: &gram, hessian: &hessian, dim };
+    let problem = HeadProblem::new(&gram, &hessian, dim);
     let measures = measure(value, &invert(value, dim).matrix, &problem, 0.01).expect("measured");
     transforms.report[1].value[0] = head_report(&measures);
     complete(transforms.clone()).save(&root.path().join("t.safetensors")).expect("saved");
@@ -265,14 +265,14 @@ fn named(name: &str) -> Bundle {
     let source = root.path().join("source");
     tiny.write(&source);
     let mut transforms = tiny.transforms(&source);
-    transforms.transform = name.to_owned();
-    transforms.seed = 5;
+    transforms.solve.transform = name.to_owned();
+    transforms.solve.seed = 5;
     let kind = find(name).expect("known");
     for (&layer, entry) in &mut transforms.layers {
         for (role, matrices) in [(Role::Key, &mut entry.key), (Role::Value, &mut entry.value)] {
             for head in 0..matrices.n_heads {
-                let problem = HeadProblem { gram: &[], hessian: &[], dim: matrices.dim };
-                let settings = Settings { damping: 0.01, seed: 5, layer, head, role };
+                let problem = HeadProblem::new(&[], &[], matrices.dim);
+                let settings = Settings { seed: 5, ..Settings::published(layer, head, role) };
                 let solution = solve(kind, &problem, &settings).expect("solved");
                 matrices.head_mut(head).copy_from_slice(&solution.transform);
             }

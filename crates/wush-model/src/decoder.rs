@@ -139,6 +139,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
             let layer = Layer::load(self.checkpoint, spec, self.backend)?;
             let rope = spec.attn.rope.as_ref();
             tables.prepare(rope, lengths());
+            observer.begin(id)?;
             let watched: &O = observer;
             let step = |(sequence, x): (usize, &mut B::Tensor)| {
                 if monitor.interrupted() {

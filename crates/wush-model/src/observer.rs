@@ -11,6 +11,14 @@ pub trait Observer<B: Backend>: Sync {
     /// What one sequence shows in one layer.
     type Seen: Send;
 
+    /// Called before the sequences of a group are seen in a layer: for what a layer needs once.
+    ///
+    /// # Errors
+    /// Whatever stops the forward pass.
+    fn begin(&mut self, _layer: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Called once for every sequence and layer, in any order.
     ///
     /// # Errors

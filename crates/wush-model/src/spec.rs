@@ -183,6 +183,12 @@ impl TensorSlice {
 }
 
 impl ModelSpec {
+    /// Whether every softmax stays the same when one number is added to all of a query's `scale · q·k`: what key centring
+    /// relies on. A softcap comes in between; learned sinks, which would also break it, are refused with their families.
+    pub fn is_shift_invariant(&self) -> bool {
+        self.layers.iter().all(|layer| layer.attn.logit_softcap.is_none())
+    }
+
     /// Every tensor slice that the forward reads, for a check against the checkpoint before work begins.
     pub fn slices(&self) -> Vec<&TensorSlice> {
         let mut all = vec![&self.embedding, &self.lm_head, &self.final_norm.weight];

@@ -7,13 +7,14 @@ use wush_checkpoint::Checkpoint;
 use wush_fold::FoldOutcome;
 use wush_format::atomic::write_file;
 use wush_format::bundle::{
-    CARD, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
+    CARD, FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, VALUE_TRANSFORMS,
+    ValueFeedback, ValueLayer, ValueSidecar, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{
     Basis, Calibration, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Source, Status,
 };
-use wush_format::transforms::{HeadMatrices, Transforms};
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_model::arch::{self, RopeScaling};
 use wush_model::cpu::Cpu;
 
@@ -24,7 +25,6 @@ use crate::notes;
 use crate::plan::FoldPlan;
 use crate::report::{ConvertReport, Gain, ModelInfo, Verdict, WrittenDir};
 use crate::request::Environment;
-use crate::solve::solve_record;
 use crate::verify::{Check, Side, verify};
 use crate::{PipelineError, Result};
 
@@ -83,25 +83,37 @@ fn require_shapes(model: &Model, transforms: &Transforms) -> Result<()> {
     Ok(())
 }
 
-/// The key sidecar, which is also returned, and the value sidecar.
+/// The key sidecar, which is also returned, the value sidecar, and the values' feedback where there is any.
 fn write_sidecars(dir: &Path, transforms: &Transforms, model_hash: Sha) -> Result<KeySidecar> {
     let wush = dir.join(WUSH_DIR);
     std::fs::create_dir(&wush).map_err(|e| wush_format::FormatError::io(&wush, "create", e))?;
     let mut keys = KeySidecar { layers: Default::default(), model_hash };
     let mut values = ValueSidecar { layers: Default::default(), model_hash };
+    let mut feedback = ValueFeedback { layers: Default::default(), model_hash };
     for (&layer, transforms) in &transforms.layers {
-        keys.layers.insert(layer, key_layer(layer, &transforms.key)?);
+        keys.layers.insert(layer, key_layer(layer, transforms)?);
         let HeadMatrices { n_heads, dim, data } = &transforms.value;
-        let value = data.iter().map(|&x| x as f32).collect();
-        values.layers.insert(layer, ValueLayer { n_kv_heads: *n_heads, head_dim: *dim, value });
+        values.layers.insert(layer, ValueLayer { n_kv_heads: *n_heads, head_dim: *dim, value: narrow(data) });
+        if let Some(HeadMatrices { n_heads, dim, data }) = &transforms.value_feedback {
+            let entry = FeedbackLayer { n_kv_heads: *n_heads, head_dim: *dim, value_feedback: narrow(data) };
+            feedback.layers.insert(layer, entry);
+        }
+    }
+    if !feedback.layers.is_empty() {
+        feedback.save(&wush.join(VALUE_FEEDBACK))?;
     }
     keys.save(&wush.join(KEY_TRANSFORMS))?;
     values.save(&wush.join(VALUE_TRANSFORMS))?;
     Ok(keys)
 }
 
-/// T_K and T_K^{-T} of one layer, each rounded once from f64.
-fn key_layer(layer: usize, keys: &HeadMatrices) -> Result<KeyLayer> {
+fn narrow(data: &[f64]) -> Vec<f32> {
+    data.iter().map(|&x| x as f32).collect()
+}
+
+/// T_K and T_K^{-T} of one layer, and what goes with them, each rounded once from f64.
+fn key_layer(layer: usize, transforms: &LayerTransforms) -> Result<KeyLayer> {
+    let keys = &transforms.key;
     let dim = keys.dim;
     let limit = wush_fold::condition_limit(dim);
     let mut query = Vec::with_capacity(keys.data.len());
@@ -115,8 +127,9 @@ fn key_layer(layer: usize, keys: &HeadMatrices) -> Result<KeyLayer> {
         }
         query.extend((0..dim * dim).map(|at| inverse.matrix[(at % dim) * dim + at / dim] as f32));
     }
-    let key = keys.data.iter().map(|&x| x as f32).collect();
-    Ok(KeyLayer { n_kv_heads: keys.n_heads, head_dim: dim, key, query })
+    let key_mean = transforms.key_mean.as_deref().map(narrow);
+    let key_feedback = transforms.key_feedback.as_ref().map(|feedback| narrow(&feedback.data));
+    Ok(KeyLayer { n_kv_heads: keys.n_heads, head_dim: dim, key: narrow(&keys.data), query, key_mean, key_feedback })
 }
 
 /// Opens the staged bundle as any reader would, and runs it beside the source.
@@ -156,7 +169,7 @@ fn write_manifest(
             files: sorted(folded.source_files),
         },
         basis: Basis { kind: FOLDED_VALUES.to_owned(), model_hash: folded.folded_hash },
-        solve: solve_record(transforms),
+        solve: transforms.solve.clone(),
         calibration: transforms.calibration.clone(),
         layers: transforms.report.clone(),
         fold: FoldReport {
@@ -175,7 +188,8 @@ fn write_manifest(
         serving: notes::serving(&plan.model, plan.dtype, manifest.calibration.as_ref()),
     };
     write_file(&wush.join(CARD), card::render(&card).as_bytes())?;
-    for name in [CARD, KEY_TRANSFORMS, VALUE_TRANSFORMS] {
+    let feedback = manifest.solve.feedback.then_some(VALUE_FEEDBACK);
+    for name in [CARD, KEY_TRANSFORMS, VALUE_TRANSFORMS].into_iter().chain(feedback) {
         let (sha256, n_bytes) = hash_file(&wush.join(name))?;
         manifest.files.push(FileEntry { path: format!("{WUSH_DIR}/{name}"), n_bytes, sha256 });
     }

@@ -12,7 +12,7 @@ use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
-use wush_stats::{Accumulator, Statistics, StatsInfo};
+use wush_stats::{Accumulator, SecondPass, Statistics, StatsInfo};
 
 use crate::error::{InStage, Kept};
 use crate::model::Model;
@@ -100,7 +100,7 @@ pub(crate) fn accumulate(
     while let Some(group) = groups(&left[at..], n_group_tokens).next() {
         let sequences = &left[at..][group];
         let start = Instant::now();
-        let mut accumulator = Accumulator::new(&mut statistics, sequences);
+        let mut accumulator = Accumulator::new(&mut statistics, sequences).with_weights(&model.checkpoint, &model.spec);
         let kept = Kept { done: saver.n_saved, total: plan.sequences.len() };
         decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_kept(e.into(), kept))?;
         accumulator.finish()?;
@@ -111,6 +111,9 @@ pub(crate) fn accumulate(
         }
     }
     monitor.end();
+    if plan.second_pass {
+        weigh(&decoder, plan, &mut statistics, partial, monitor)?;
+    }
     Ok(Accumulated { statistics, resumed_sequences })
 }
 
@@ -121,14 +124,34 @@ fn tokens_in_time(n_tokens: u64, elapsed: Duration) -> usize {
     ((n_tokens as f64 * ratio) as usize).clamp(LEAST_GROUP_TOKENS, GROUP_TOKENS)
 }
 
+/// The second pass, from its start: it is not saved in between, the first pass is.
+fn weigh(
+    decoder: &Decoder<'_, Cpu>,
+    plan: &CalibrationPlan,
+    statistics: &mut Statistics,
+    partial: &Path,
+    monitor: &dyn Monitor,
+) -> Result<()> {
+    statistics.save(partial)?;
+    let total = plan.sequences.len();
+    monitor.begin("weigh", "tokens", n_tokens(&plan.sequences));
+    let mut pass = SecondPass::new(statistics)?;
+    let kept = Kept { done: total, total };
+    decoder.observe(&plan.sequences, &mut pass, monitor).map_err(|e| with_kept(e.into(), kept))?;
+    pass.finish();
+    monitor.end();
+    Ok(())
+}
+
 /// The statistics to go on from: those of the partial file, else empty ones with the part that needs no text.
 fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statistics> {
     if partial.symlink_metadata().is_ok() {
-        let statistics = load_saved(partial)?;
+        let mut statistics = load_saved(partial)?;
         if !is_prefix(&statistics.info, plan) {
             let difference = difference(&statistics.info, plan);
             return Err(PipelineError::OtherPlan { path: partial.to_owned(), difference });
         }
+        statistics.drop_second_pass();
         return Ok(statistics);
     }
     let info = StatsInfo { positions: 0, max_seq_len: 0, sequence_hashes: Vec::new(), ..plan.info.clone() };
@@ -157,7 +180,8 @@ pub(crate) fn is_prefix(found: &StatsInfo, plan: &CalibrationPlan) -> bool {
         sequence_hashes: hashes.to_vec(),
         ..plan.info.clone()
     };
-    *found == expected
+    // A second pass is done again, or dropped.
+    StatsInfo { second_pass: false, ..found.clone() } == expected
 }
 
 /// What keeps `found` from being the start of `plan`, as "--seq-len: 1024 there, 512 here".
@@ -169,12 +193,14 @@ pub(crate) fn difference(found: &StatsInfo, plan: &CalibrationPlan) -> String {
         |what: &str, there: &str, here: &str| (there != here).then(|| format!("{what}: {there} there, {here} here"));
     let scaling = |info: &StatsInfo| info.rope_scaling.clone().unwrap_or_else(|| "none".to_owned());
     let model = |info: &StatsInfo| format!("{} ({}…)", info.model_id, &info.model_hash.to_string()[..8]);
+    let yes = |there: bool| if there { "yes" } else { "no" };
     let at_least = format!("at least {done}");
     let sequences = (done > plan.sequences.len())
         .then(|| format!("number of --sequences: {at_least} there, {} here", plan.sequences.len()));
     differs("model", &model(found), &model(here))
         .or_else(|| differs("--rope-scaling", &scaling(found), &scaling(here)))
         .or_else(|| differs("version of wush", &found.tool, &here.tool))
+        .or_else(|| differs("--hessian attention", yes(found.attention_hessians), yes(here.attention_hessians)))
         .or_else(|| differs("device", &found.device, &here.device))
         .or_else(|| differs("text", &found.source, &here.source))
         .or(sequences)

@@ -11,6 +11,9 @@ use crate::plan::VERIFY_TOKENS;
 /// [`wush_format::manifest::FoldReport::dtype`] of a fold that keeps the checkpoint's types.
 const KEEP: &str = "keep";
 
+/// [`wush_format::manifest::Solve::center_keys`] of transforms without means.
+const KEYS_AS_THEY_ARE: &str = "never";
+
 /// What the card is made from.
 pub(crate) struct Context<'a> {
     /// The bundle's.
@@ -47,13 +50,13 @@ fn write_card(card: &mut String, context: &Context<'_>) -> std::fmt::Result {
          original does, up to rounding.\n",
         manifest.tool, source.id, source.model_hash
     )?;
-    write_serving(card, &context.serving)?;
+    write_serving(card, manifest, &context.serving)?;
     write_basis(card, manifest)?;
     write_numbers(card, context)?;
     writeln!(card, "`manifest.json` lists every input and output with its SHA-256; `wush inspect` checks them.")
 }
 
-fn write_serving(card: &mut String, notes: &[String]) -> std::fmt::Result {
+fn write_serving(card: &mut String, manifest: &Manifest, notes: &[String]) -> std::fmt::Result {
     card.write_str(
         "## Serving\n\n\
          - **Any server, nothing to do:** load the directory as usual. Values are cached in transformed coordinates; a \
@@ -64,6 +67,18 @@ fn write_serving(card: &mut String, notes: &[String]) -> std::fmt::Result {
          Apply both or neither.\n\
          - `value_transforms.safetensors` is for audit and for `wush unfold`; a server does not need it.\n",
     )?;
+    if manifest.solve.center_keys != KEYS_AS_THEY_ARE {
+        card.write_str(
+            "- **Keys are centred:** such a server also subtracts `layers.{i}.key_mean` from each new key first, in every part \
+             of the cache alike. The softmax does not notice.\n",
+        )?;
+    }
+    if manifest.solve.feedback {
+        card.write_str(
+            "- An encoder with error feedback finds its matrices in `layers.{i}.key_feedback` and in \
+             `value_feedback.safetensors`; the cache is read as ever.\n",
+        )?;
+    }
     notes.iter().try_for_each(|note| writeln!(card, "- **Must be set:** {note}."))?;
     card.write_str("\n")
 }

@@ -95,7 +95,7 @@ fn calibrated(
     let (path, partial) = (work.statistics(), work.partial());
     if path.symlink_metadata().is_ok() {
         let statistics = load_saved(&path)?;
-        if statistics.info == plan.info {
+        if statistics.info == plan.finished_info() {
             monitor.note("resume     all sequences are done");
             return Ok((statistics, hash_file(&path)?.0));
         }

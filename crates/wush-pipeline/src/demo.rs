@@ -8,7 +8,7 @@ use wush_format::FormatError;
 use wush_format::atomic::{StagedDir, write_file};
 
 use crate::paths::require_absent;
-use crate::plan::{DEFAULT_DAMPING, DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
+use crate::plan::{DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
 use crate::report::{Again, DemoReport};
 use crate::request::{
     CalibrationRequest, ConvertRequest, DemoRequest, DeviceChoice, Environment, InspectRequest, ModelRequest, Preset,
@@ -73,12 +73,7 @@ fn convert_request(model: &Path, out: PathBuf) -> Result<ConvertRequest> {
             sequences: Some(SEQUENCES),
             seq_len: Some(SEQ_LEN),
         },
-        settings: SolveSettings {
-            transform: DEFAULT_TRANSFORM.to_owned(),
-            preset: Preset::Default,
-            damping: DEFAULT_DAMPING,
-            seed: 0,
-        },
+        settings: SolveSettings::of_preset(DEFAULT_TRANSFORM, Preset::Default),
         dtype: FoldDtype::Keep,
         verify: VerifySettings { sequences: DEFAULT_VERIFY_SEQUENCES, tolerance: None },
         resume: false,

@@ -79,6 +79,22 @@ pub enum PipelineError {
         /// The solver's own error.
         source: TransformError,
     },
+    /// Statistics without what the transform is made from.
+    #[error("transform {transform} is made from more than these statistics hold")]
+    NotGathered {
+        /// Registry name.
+        transform: &'static str,
+        /// The option of `calibrate` that gathers it.
+        option: &'static str,
+    },
+    /// Key centring where the softmax is not that of the logits alone.
+    #[error(
+        "--center-keys always: {family} caps its attention logits, so a mean that is taken from the keys changes the softmax"
+    )]
+    NotShiftInvariant {
+        /// Model family.
+        family: String,
+    },
     /// An option's value cannot be used.
     #[error("{option}: expected {expected}, found {found}")]
     Option {
@@ -280,6 +296,12 @@ impl PipelineError {
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
             Self::Solve { source, .. } => source.hint(),
+            Self::NotGathered { option, .. } => {
+                Some(format!("calibrate with {option}; `wush convert` does so by itself"))
+            }
+            Self::NotShiftInvariant { .. } => {
+                own("use --center-keys auto or never: they leave such a model's keys as they are")
+            }
             Self::Option { option, .. } => Some(format!("see --help for what {option} takes")),
             Self::SameSequence { .. } => {
                 own("leave the repeated text out; longer sequences (--seq-len) also differ sooner")

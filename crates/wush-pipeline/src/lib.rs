@@ -9,7 +9,7 @@
 //! use wush_pipeline::plan::SolvePlan;
 //!
 //! // Raw options become a validated plan, once.
-//! let settings = SolveSettings { transform: "wush".into(), preset: Preset::Default, damping: 0.01, seed: 0 };
+//! let settings = SolveSettings::of_preset("wush", Preset::Default);
 //! assert!(SolvePlan::new(&settings)?.kind.needs_statistics);
 //! assert!(SolvePlan::new(&SolveSettings { damping: -1.0, ..settings }).is_err());
 //! # assert!("cuda:0".parse::<DeviceChoice>().is_ok());

@@ -20,10 +20,11 @@ use crate::verify::LOGIT_BYTES;
 const F64_BYTES: u64 = 8;
 /// Bytes of one element of a sidecar or of a widened weight.
 const F32_BYTES: u64 = 4;
-/// Matrices kept a head: the Grams of keys, queries, values and of the output projection.
-const GRAMS_PER_HEAD: u64 = 4;
-/// Transforms a head: key and value.
-const TRANSFORMS_PER_HEAD: u64 = 2;
+/// Matrices kept a head: the Grams of keys, queries, values and of the output projection; of a second pass and the Hessians of
+/// Appendix C, at most three more.
+const GRAMS_PER_HEAD: u64 = 7;
+/// Matrices a head that the solver makes: the transforms of keys and values, and as many for an encoder with feedback.
+const TRANSFORMS_PER_HEAD: u64 = 4;
 /// The statistics and their copy while they are written.
 const STATISTICS_COPIES: u64 = 2;
 /// Blocks of logits at once: the source's, and the bundle's while it is put together from its parts.
@@ -81,6 +82,8 @@ pub(crate) struct Lengths {
     pub(crate) calibrate: usize,
     /// Longest sequence of the equivalence check, tokens.
     pub(crate) verify: usize,
+    /// Whether calibration sums attention-aware Hessians.
+    pub(crate) attention: bool,
 }
 
 impl MemoryPlan {
@@ -89,7 +92,10 @@ impl MemoryPlan {
         let weights_map = model.checkpoint.n_weight_bytes();
         let verifies = lengths.verify > 0;
         let bundle_map = if verifies { weights_map.saturating_add(widening(model, dtype)) } else { 0 };
-        let calibrate = forward(model, lengths.calibrate);
+        let mut calibrate = forward(model, lengths.calibrate);
+        if lengths.attention {
+            calibrate.activations = calibrate.activations.saturating_add(attention(model, lengths.calibrate));
+        }
         let verify = forward(model, lengths.verify);
         let n_elements = |matrices: u64| head_elements(&model.spec, matrices);
         let statistics = match lengths.calibrate {
@@ -144,6 +150,13 @@ fn forward(model: &Model, seq_len: usize) -> wush_model::decoder::Memory {
         0 => wush_model::decoder::Memory { layer: 0, activations: 0 },
         _ => Decoder::new(&model.checkpoint, &model.spec, &Cpu).memory(seq_len),
     }
+}
+
+/// The layer whose attention-aware Hessians need most.
+fn attention(model: &Model, seq_len: usize) -> u64 {
+    let threads = rayon::current_num_threads();
+    let of_layer = |layer: &LayerSpec| wush_stats::attention_memory(&layer.attn, seq_len, threads);
+    model.spec.layers.iter().map(of_layer).max().unwrap_or(0)
 }
 
 /// Blocks of logits, and the output head: each thread widens its own part, together at most all of it.

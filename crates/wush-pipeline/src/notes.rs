@@ -153,12 +153,25 @@ pub fn describe_solve(solve: &Solve) -> String {
     let Solve { transform, preset, damping, seed, .. } = solve;
     let kind = registry().iter().find(|kind| kind.name == *transform);
     if kind.is_some_and(|kind| kind.needs_statistics) {
-        format!("{transform}, preset {preset}, damping {damping}")
+        format!("{transform}, preset {preset}, damping {damping}{}", beyond_the_paper(solve))
     } else if transform == "random" {
         format!("{transform}, seed {seed}")
     } else {
         transform.clone()
     }
+}
+
+/// The settings that are not as published.
+fn beyond_the_paper(solve: &Solve) -> String {
+    let published = Solve::as_published(&solve.transform);
+    let Solve { exponent, factor, center_keys, seed, .. } = solve;
+    let settings = [
+        (*exponent != published.exponent).then(|| format!("exponent {exponent}")),
+        (*factor != published.factor).then(|| format!("factor {factor}, seed {seed}")),
+        (*center_keys != published.center_keys).then(|| format!("keys centred: {center_keys}")),
+        solve.feedback.then(|| "with feedback".to_owned()),
+    ];
+    settings.into_iter().flatten().map(|setting| format!(", {setting}")).collect()
 }
 
 /// What the predicted gain is measured against and on.
@@ -205,14 +218,14 @@ mod tests {
 
     #[test]
     fn only_settings_that_were_used_are_told() {
-        let solve = |transform: &str| Solve {
-            transform: transform.to_owned(),
-            preset: "default".to_owned(),
-            damping: 0.01,
-            seed: 7,
-            stats_hash: None,
-        };
+        let solve = |transform: &str| Solve { seed: 7, ..Solve::as_published(transform) };
         let texts = ["wush", "random", "hadamard"].map(|name| describe_solve(&solve(name)));
-        assert_eq!(texts, ["wush, preset default, damping 0.01", "random, seed 7", "hadamard"]);
+        assert_eq!(texts, ["wush, preset paper, damping 0.01", "random, seed 7", "hadamard"]);
+        let other = Solve { exponent: 0.4, factor: "balanced".to_owned(), feedback: true, ..solve("wush") };
+        let text = describe_solve(&Solve { center_keys: "auto".to_owned(), ..other });
+        assert_eq!(
+            text,
+            "wush, preset paper, damping 0.01, exponent 0.4, factor balanced, seed 7, keys centred: auto, with feedback"
+        );
     }
 }

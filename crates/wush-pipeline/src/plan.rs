@@ -8,15 +8,19 @@ mod verification;
 pub use wush_data::DEFAULT_SEQUENCES;
 use wush_data::{Packed, TextSize};
 use wush_fold::FoldDtype;
+use wush_format::hash::Sha;
 use wush_format::manifest::{Calibration, Solve};
 use wush_format::monitor::Monitor;
-use wush_transform::TransformKind;
+use wush_transform::{FACTORS, Factor, Role, Settings, TransformKind};
 
 use crate::memory::{Lengths, MemoryPlan};
 use crate::model::Model;
 use crate::notes::{describe_solve, too_little_text, unchecked};
 use crate::paths::{NewDir, NewFile, finished_if};
-use crate::request::{CalibrateRequest, ConvertRequest, Environment, FoldRequest, Preset, SolveSettings};
+use crate::request::{
+    CalibrateRequest, CenterKeys, ConvertRequest, Environment, FoldRequest, Gather, HessianChoice, Preset,
+    SecondPassChoice, SolveSettings,
+};
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
 use announce::{describe_calibration, describe_memory, describe_model, describe_time, describe_verification};
@@ -40,10 +44,39 @@ pub const DEFAULT_TRANSFORM: &str = "wush";
 pub const DEFAULT_VERIFY_SEQUENCES: usize = 2;
 /// Largest damping that is taken: far beyond, nothing but a scaled Hadamard matrix is left.
 const MAX_DAMPING: f64 = 1e6;
+/// Largest exponent of Λ: the cache is white then.
+const MAX_EXPONENT: f64 = 0.5;
 
 /// Names of the transform registry, for help texts.
 pub fn transform_names() -> Vec<&'static str> {
     solve::registry().iter().map(|kind| kind.name).collect()
+}
+
+/// Names of the registry of orthogonal factors, for help texts.
+pub fn factor_names() -> Vec<&'static str> {
+    FACTORS.iter().map(|factor| factor.name).collect()
+}
+
+/// What a preset leaves to itself.
+struct PresetValues {
+    exponent: f64,
+    factor: &'static Factor,
+    center_keys: CenterKeys,
+    feedback: bool,
+}
+
+impl PresetValues {
+    /// As published. The default preset is the same until measurements favour another.
+    const fn of(preset: Preset) -> Self {
+        match preset {
+            Preset::Default | Preset::Paper => Self {
+                exponent: wush_transform::PUBLISHED_EXPONENT,
+                factor: Factor::PUBLISHED,
+                center_keys: CenterKeys::Never,
+                feedback: false,
+            },
+        }
+    }
 }
 
 /// How transforms are solved.
@@ -55,41 +88,101 @@ pub struct SolvePlan {
     pub preset: Preset,
     /// γ, finite and at least 0.
     pub damping: f64,
-    /// Seed of the random baseline.
+    /// Exponent p of Λ, 0 to ½.
+    pub exponent: f64,
+    /// The orthogonal factor.
+    pub factor: &'static Factor,
+    /// Which heads' keys are centred.
+    pub center_keys: CenterKeys,
+    /// Whether the encoder's feedback matrices are made.
+    pub feedback: bool,
+    /// Seed of random matrices.
     pub seed: u64,
 }
 
 impl SolvePlan {
-    /// Checks the settings.
+    /// Checks the settings; what they leave open is the preset's.
     ///
     /// # Errors
-    /// `UnknownTransform`, `Option`.
+    /// `UnknownTransform`; `Option`, also for centring or feedback of a transform that is solved without statistics.
     pub fn new(settings: &SolveSettings) -> Result<Self> {
         let find = || solve::registry().iter().find(|kind| kind.name == settings.transform);
         let kind = find().ok_or_else(|| PipelineError::UnknownTransform {
             name: settings.transform.clone(),
             known: transform_names().join(", "),
         })?;
-        if !(0.0..=MAX_DAMPING).contains(&settings.damping) {
-            return Err(PipelineError::Option {
-                option: "--damping",
-                expected: format!("a number from 0 to {MAX_DAMPING:e}"),
-                found: settings.damping.to_string(),
-            });
-        }
-        Ok(Self { kind, preset: settings.preset, damping: settings.damping, seed: settings.seed })
+        let preset = PresetValues::of(settings.preset);
+        let plan = Self {
+            kind,
+            preset: settings.preset,
+            damping: number("--damping", settings.damping, MAX_DAMPING)?,
+            exponent: number("--exponent", settings.exponent.unwrap_or(preset.exponent), MAX_EXPONENT)?,
+            factor: settings.factor.as_deref().map_or(Ok(preset.factor), find_factor)?,
+            center_keys: settings.center_keys.unwrap_or(preset.center_keys),
+            feedback: settings.feedback.unwrap_or(preset.feedback),
+            seed: settings.seed,
+        };
+        plan.without_statistics(settings)
     }
 
-    /// As the manifest states it, before there are statistics.
-    fn record(&self) -> Solve {
+    /// A transform that is solved without statistics has none to take a mean or a metric from: asking for one is an error,
+    /// and a preset's is dropped.
+    fn without_statistics(self, settings: &SolveSettings) -> Result<Self> {
+        if self.kind.needs_statistics {
+            return Ok(self);
+        }
+        let asked = [
+            ("--center-keys", settings.center_keys.is_some_and(|c| c != CenterKeys::Never)),
+            ("--feedback", settings.feedback == Some(true)),
+        ];
+        match asked.into_iter().find(|(_, asked)| *asked) {
+            Some((option, _)) => Err(PipelineError::Option {
+                option,
+                expected: "a transform that is solved from statistics".to_owned(),
+                found: self.kind.name.to_owned(),
+            }),
+            None => Ok(Self { center_keys: CenterKeys::Never, feedback: false, ..self }),
+        }
+    }
+
+    /// As the manifest states it.
+    pub(crate) fn record(&self, stats_hash: Option<Sha>) -> Solve {
         Solve {
             transform: self.kind.name.to_owned(),
             preset: self.preset.name().to_owned(),
             damping: self.damping,
             seed: self.seed,
-            stats_hash: None,
+            exponent: self.exponent,
+            factor: self.factor.name.to_owned(),
+            center_keys: self.center_keys.name().to_owned(),
+            feedback: self.feedback,
+            stats_hash,
         }
     }
+
+    /// The solver's settings for one head.
+    pub(crate) fn settings(&self, layer: usize, head: usize, role: Role) -> Settings {
+        let Self { damping, exponent, factor, seed, .. } = *self;
+        Settings { damping, exponent, factor, seed, layer, head, role }
+    }
+}
+
+/// A number from 0 to `largest`.
+fn number(option: &'static str, value: f64, largest: f64) -> Result<f64> {
+    if (0.0..=largest).contains(&value) {
+        return Ok(value);
+    }
+    let expected =
+        if largest < 1.0 { format!("a number from 0 to {largest}") } else { format!("a number from 0 to {largest:e}") };
+    Err(PipelineError::Option { option, expected, found: value.to_string() })
+}
+
+fn find_factor(name: &str) -> Result<&'static Factor> {
+    Factor::find(name).map_err(|_| PipelineError::Option {
+        option: "--factor",
+        expected: factor_names().join(", "),
+        found: name.to_owned(),
+    })
 }
 
 /// `wush calibrate`, ready to run.
@@ -120,6 +213,11 @@ impl CalibratePlan {
         out.require_outside(model.dir())?;
         let mut packed = load_sequences(&model, &request.calibration, Purpose::Statistics, env)?;
         if let Some(shard) = request.shard {
+            if request.gather.second_pass == SecondPassChoice::Oscar {
+                let (expected, found) =
+                    ("no --shard: the second pass weighs by all of the text".to_owned(), "oscar".to_owned());
+                return Err(PipelineError::Option { option: "--second-pass", expected, found });
+            }
             let range = shard.range(packed.sequences.len());
             if range.is_empty() {
                 return Err(PipelineError::Option {
@@ -130,9 +228,10 @@ impl CalibratePlan {
             }
             packed.sequences = packed.sequences[range].to_vec();
         }
-        let lengths = Lengths { text: packed.text, calibrate: longest(&packed.sequences), verify: 0 };
+        let attention = request.gather.hessian == HessianChoice::Attention;
+        let lengths = Lengths { text: packed.text, calibrate: longest(&packed.sequences), verify: 0, attention };
         let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
-        let calibration = CalibrationPlan::new(&model, packed)?;
+        let calibration = CalibrationPlan::new(&model, packed, request.gather)?;
         let text = too_little_text(calibration.info.positions, model.head_dim());
         let notes = text.into_iter().chain(out.name_note()).collect();
         let shard = request.shard.map(|shard| shard.to_string());
@@ -189,7 +288,7 @@ impl FoldPlan {
         };
         let verify = VerifyPlan::new(&model, packed.as_ref(), request.verify, request.dtype)?;
         let (_, text) = sequences_of(packed.as_ref());
-        let lengths = Lengths { text, calibrate: 0, verify: verified(&verify) };
+        let lengths = Lengths { text, calibrate: 0, verify: verified(&verify), attention: false };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         Ok(Self { model, dtype: request.dtype, verify, out, memory })
     }
@@ -229,6 +328,7 @@ impl ConvertPlan {
         let model = Model::resolve(&request.model, env)?;
         out.require_outside(model.dir())?;
         solve::rehearse(&model, &solve)?;
+        let gather = Gather::for_transform(solve.kind);
         let purpose = match request.verify.sequences {
             _ if solve.kind.needs_statistics => Some(Purpose::Statistics),
             0 => None,
@@ -239,10 +339,11 @@ impl ConvertPlan {
         let (sequences, text) = sequences_of(packed.as_ref());
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrate = if solve.kind.needs_statistics { longest(sequences) } else { 0 };
-        let lengths = Lengths { text, calibrate, verify: verified(&verify) };
+        let attention = gather.hessian == HessianChoice::Attention;
+        let lengths = Lengths { text, calibrate, verify: verified(&verify), attention };
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         let calibration = match packed {
-            Some(packed) if solve.kind.needs_statistics => Some(CalibrationPlan::new(&model, packed)?),
+            Some(packed) if solve.kind.needs_statistics => Some(CalibrationPlan::new(&model, packed, gather)?),
             _ => None,
         };
         let fold = FoldPlan { model, dtype: request.dtype, verify, out, memory };
@@ -256,7 +357,7 @@ impl ConvertPlan {
             Some(calibration) => monitor.note(&describe_calibration(calibration, None)),
             None => monitor.note(&format!("calibrate  not needed for {}", self.solve.kind.name)),
         }
-        monitor.note(&format!("solve      {}", describe_solve(&self.solve.record())));
+        monitor.note(&format!("solve      {}", describe_solve(&self.solve.record(None))));
         monitor.note(&describe_memory(&self.fold.memory));
         let time = self.calibration.as_ref().and_then(|calibration| describe_time(&self.fold.model, calibration));
         time.iter().for_each(|note| monitor.note(note));
@@ -293,7 +394,7 @@ mod tests {
     use super::*;
 
     fn settings(transform: &str, damping: f64) -> SolveSettings {
-        SolveSettings { transform: transform.to_owned(), preset: Preset::Default, damping, seed: 0 }
+        SolveSettings { damping, ..SolveSettings::of_preset(transform, Preset::Default) }
     }
 
     #[test]
@@ -308,9 +409,48 @@ mod tests {
     }
 
     #[test]
+    fn presets_are_as_published_and_options_override_them() {
+        for preset in Preset::ALL {
+            let plan = SolvePlan::new(&SolveSettings::of_preset("wush", preset)).expect("valid");
+            let published = Solve { preset: preset.name().to_owned(), ..Solve::as_published("wush") };
+            assert_eq!(plan.record(None), published);
+        }
+        let asked = SolveSettings {
+            exponent: Some(0.4),
+            factor: Some("balanced".to_owned()),
+            center_keys: Some(CenterKeys::Auto),
+            feedback: Some(true),
+            ..SolveSettings::of_preset("wush", Preset::Paper)
+        };
+        let record = SolvePlan::new(&asked).expect("valid").record(None);
+        assert_eq!((record.exponent, record.factor.as_str(), record.center_keys.as_str()), (0.4, "balanced", "auto"));
+        assert!(record.feedback);
+    }
+
+    #[test]
+    fn options_that_cannot_be_are_refused() {
+        let base = || SolveSettings::of_preset("wush", Preset::Default);
+        for exponent in [-0.1, 0.51, f64::NAN] {
+            let error = SolvePlan::new(&SolveSettings { exponent: Some(exponent), ..base() }).expect_err("refused");
+            assert!(error.to_string().contains("--exponent"), "{error}");
+        }
+        let error = SolvePlan::new(&SolveSettings { factor: Some("dct".to_owned()), ..base() }).expect_err("refused");
+        assert!(error.to_string().contains("hadamard, random, balanced"), "{error}");
+        let plain = || SolveSettings::of_preset("hadamard", Preset::Default);
+        let centered = SolveSettings { center_keys: Some(CenterKeys::Always), ..plain() };
+        let with_feedback = SolveSettings { feedback: Some(true), ..plain() };
+        for (option, settings) in [("--center-keys", centered), ("--feedback", with_feedback)] {
+            let error = SolvePlan::new(&settings).expect_err("there are no statistics").to_string();
+            assert!(error.contains(option) && error.contains("hadamard"), "{error}");
+        }
+        assert!(SolvePlan::new(&plain()).is_ok());
+    }
+
+    #[test]
     fn unknown_transforms_name_the_known_ones() {
         let error = SolvePlan::new(&settings("magic", 0.01)).expect_err("not in the registry");
-        assert_eq!(error.to_string(), "transform magic is unknown; known are identity, random, hadamard, wush");
+        let known = "identity, random, hadamard, oscar, oscar-per-head, wush, wush-a";
+        assert_eq!(error.to_string(), format!("transform magic is unknown; known are {known}"));
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub use wush_data::CalibSource;
 pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;
 pub use wush_model::arch::RopeScaling;
+use wush_transform::Needs;
 
 use crate::PipelineError;
 
@@ -118,6 +119,123 @@ impl FromStr for Preset {
     }
 }
 
+/// `--center-keys`: which heads' keys are centred before they are transformed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CenterKeys {
+    /// None.
+    Never,
+    /// All.
+    Always,
+    /// Those whose mean holds much of their energy.
+    Auto,
+}
+
+impl CenterKeys {
+    /// All choices, for help texts.
+    pub const ALL: [Self; 3] = [Self::Never, Self::Always, Self::Auto];
+
+    /// As typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Never => "never",
+            Self::Always => "always",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+impl FromStr for CenterKeys {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|c| c.name() == text).ok_or_else(|| "expected never, always or auto".to_owned())
+    }
+}
+
+/// `--hessian`: what calibration gathers for Hessians.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HessianChoice {
+    /// Eq. 4's surrogates.
+    #[default]
+    Surrogate,
+    /// Also the exact ones of Appendix C.
+    Attention,
+}
+
+impl FromStr for HessianChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "surrogate" => Ok(Self::Surrogate),
+            "attention" => Ok(Self::Attention),
+            _ => Err("expected surrogate or attention".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for HessianChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Surrogate => "surrogate",
+            Self::Attention => "attention",
+        })
+    }
+}
+
+/// `--second-pass`: what calibration reads the text a second time for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SecondPassChoice {
+    /// Nothing.
+    #[default]
+    None,
+    /// OSCAR's weighted values.
+    Oscar,
+}
+
+impl FromStr for SecondPassChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self::None),
+            "oscar" => Ok(Self::Oscar),
+            _ => Err("expected none or oscar".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for SecondPassChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Oscar => "oscar",
+        })
+    }
+}
+
+/// What calibration gathers beyond Gram matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Gather {
+    /// `--hessian`.
+    pub hessian: HessianChoice,
+    /// `--second-pass`.
+    pub second_pass: SecondPassChoice,
+}
+
+impl Gather {
+    /// What a transform is made from.
+    pub(crate) fn for_transform(kind: &wush_transform::TransformKind) -> Self {
+        match kind.needs {
+            Needs::Nothing => Self::default(),
+            Needs::AttentionHessians => Self { hessian: HessianChoice::Attention, ..Self::default() },
+            Needs::LayerCovariance | Needs::HeadCovariance => {
+                Self { second_pass: SecondPassChoice::Oscar, ..Self::default() }
+            }
+        }
+    }
+}
+
 /// `--shard K/N`: the K-th of N contiguous shares of the sequences, K from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
@@ -185,8 +303,32 @@ pub struct SolveSettings {
     pub preset: Preset,
     /// `--damping`, γ of Eq. 1.
     pub damping: f64,
-    /// `--seed` of the random baseline.
+    /// `--seed` of random matrices.
     pub seed: u64,
+    /// `--exponent`, instead of the preset's.
+    pub exponent: Option<f64>,
+    /// `--factor`, a name of the registry, instead of the preset's.
+    pub factor: Option<String>,
+    /// `--center-keys`, instead of the preset's.
+    pub center_keys: Option<CenterKeys>,
+    /// `--feedback`, instead of the preset's.
+    pub feedback: Option<bool>,
+}
+
+impl SolveSettings {
+    /// A transform as a preset has it, with the default damping and seed 0.
+    pub fn of_preset(transform: &str, preset: Preset) -> Self {
+        Self {
+            transform: transform.to_owned(),
+            preset,
+            damping: crate::plan::DEFAULT_DAMPING,
+            seed: 0,
+            exponent: None,
+            factor: None,
+            center_keys: None,
+            feedback: None,
+        }
+    }
 }
 
 /// The equivalence check.
@@ -205,6 +347,8 @@ pub struct CalibrateRequest {
     pub model: ModelRequest,
     /// The text.
     pub calibration: CalibrationRequest,
+    /// `--hessian` and `--second-pass`.
+    pub gather: Gather,
     /// `--shard`.
     pub shard: Option<Shard>,
     /// `--resume`.

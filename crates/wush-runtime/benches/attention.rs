@@ -201,7 +201,7 @@ impl Transform {
     fn new(n_tokens: usize) -> Self {
         let of_head = |_| (0..DIM * DIM).map(|at| f32::from(u8::from(at / DIM == at % DIM)));
         let key: Vec<f32> = (0..HEADS[1]).flat_map(of_head).collect();
-        let layer = KeyLayer { n_kv_heads: HEADS[1], head_dim: DIM, query: key.clone(), key };
+        let layer = KeyLayer::new(HEADS[1], DIM, key.clone(), key);
         let sidecar = KeySidecar { layers: BTreeMap::from([(0, layer)]), model_hash: Sha([0; 32]) };
         let transforms = KeyTransforms::from_sidecar(Path::new("identity"), &sidecar).expect("its own inverse");
         let [queries, keys] = HEADS.map(|heads| numbers(n_tokens * heads * DIM));

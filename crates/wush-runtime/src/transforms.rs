@@ -148,7 +148,7 @@ impl LayerTransforms {
             head_dim: entry.head_dim,
             key: entry.key.clone(),
             query: entry.query.clone(),
-            mean: None,
+            mean: entry.key_mean.as_deref().map(|means| transformed_means(entry, means)),
         }
     }
 
@@ -171,6 +171,16 @@ impl LayerTransforms {
             }
         }
     }
+}
+
+/// T_K μ of every head, summed in f64; `means`: `[n_kv, d]`.
+fn transformed_means(entry: &KeyLayer, means: &[f32]) -> Vec<f32> {
+    let d = entry.head_dim;
+    let row = |(at, row): (usize, &[f32])| {
+        let mean = &means[at / d * d..][..d];
+        row.iter().zip(mean).map(|(&t, &m)| f64::from(t) * f64::from(m)).sum::<f64>() as f32
+    };
+    entry.key.chunks_exact(d).enumerate().map(row).collect()
 }
 
 /// Refuses a head whose `key · queryᵀ` is not the identity within the rounding of both.

@@ -6,12 +6,16 @@
 
 use std::collections::BTreeMap;
 
+use wush_checkpoint::Checkpoint;
 use wush_format::hash::sequence_hash;
 use wush_format::transforms::HeadMatrices;
 use wush_model::backend::Backend;
 use wush_model::observer::{Moments, Observer};
+use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result as ModelResult};
 
+use crate::attention::{AttentionHessians, Couplings, attention_hessians};
+use crate::output_gram::couplings;
 use crate::statistics::{LayerStats, Statistics};
 use crate::{Result, StatsError};
 
@@ -26,13 +30,29 @@ pub struct Accumulator<'a> {
     observed: BTreeMap<usize, usize>,
     /// Whether an earlier pass had left the sums half done.
     tainted: bool,
+    /// Where output projections come from, for attention-aware Hessians.
+    weights: Option<(&'a Checkpoint, &'a ModelSpec)>,
+    /// Of the layer that is shown now.
+    couplings: Option<(usize, Couplings)>,
+}
+
+/// What one sequence shows in one layer.
+#[derive(Debug)]
+pub struct Seen {
+    moments: Moments,
+    hessians: Option<AttentionHessians>,
 }
 
 impl<'a> Accumulator<'a> {
     /// For a forward pass over exactly these sequences (token ids), in this order.
     pub fn new(statistics: &'a mut Statistics, sequences: &'a [Vec<u32>]) -> Self {
         let tainted = statistics.unfinished;
-        Self { statistics, sequences, observed: BTreeMap::new(), tainted }
+        Self { statistics, sequences, observed: BTreeMap::new(), tainted, weights: None, couplings: None }
+    }
+
+    /// Reads output projections from here, which statistics with attention-aware Hessians need.
+    pub fn with_weights(self, checkpoint: &'a Checkpoint, spec: &'a ModelSpec) -> Self {
+        Self { weights: Some((checkpoint, spec)), ..self }
     }
 
     /// Ends the pass: the description now counts these sequences.
@@ -67,6 +87,27 @@ impl<'a> Accumulator<'a> {
         self.statistics.layers.get(&layer).ok_or_else(|| ModelError::Sequence { sequence: 0, detail: detail() })
     }
 
+    /// Eq. 61's sums over one sequence, where they are asked for.
+    fn hessians<B: Backend>(
+        &self,
+        backend: &B,
+        layer: usize,
+        qkv: [&B::Tensor; 3],
+    ) -> ModelResult<Option<AttentionHessians>> {
+        if !self.statistics.info.attention_hessians {
+            return Ok(None);
+        }
+        let (Some((_, spec)), Some((_, couplings))) =
+            (self.weights, self.couplings.as_ref().filter(|(id, _)| *id == layer))
+        else {
+            let detail = format!("layer {layer}: its output projection was not read before its sequences were shown");
+            return Err(ModelError::Sequence { sequence: 0, detail });
+        };
+        let rows = qkv.map(|x| backend.to_host(x).into_iter().map(f64::from).collect::<Vec<f64>>());
+        let [q, k, v] = &rows;
+        Ok(Some(attention_hessians([q, k, v], &spec.layers[layer].attn, couplings)))
+    }
+
     /// The index of this call's sequence within the pass.
     fn next_sequence(&mut self, layer: usize) -> usize {
         let observed = self.observed.entry(layer).or_default();
@@ -76,14 +117,28 @@ impl<'a> Accumulator<'a> {
 }
 
 impl<B: Backend> Observer<B> for Accumulator<'_> {
-    type Seen = Moments;
+    type Seen = Seen;
 
-    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> ModelResult<Moments> {
-        let sums = self.sums(layer)?;
-        Ok(Moments::of(backend, sums.n_kv_heads(), sums.head_dim(), [q, k, v]))
+    fn begin(&mut self, layer: usize) -> ModelResult<()> {
+        if let (true, Some((checkpoint, spec))) = (self.statistics.info.attention_hessians, self.weights)
+            && let Some(layer_spec) = spec.layers.get(layer)
+        {
+            let couplings = couplings(checkpoint, layer, &layer_spec.attn).map_err(|error| match error {
+                StatsError::Model(error) => error,
+                other => ModelError::Sequence { sequence: 0, detail: other.to_string() },
+            })?;
+            self.couplings = Some((layer, couplings));
+        }
+        Ok(())
     }
 
-    fn add(&mut self, layer: usize, seen: Moments) -> ModelResult<()> {
+    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> ModelResult<Seen> {
+        let sums = self.sums(layer)?;
+        let moments = Moments::of(backend, sums.n_kv_heads(), sums.head_dim(), [q, k, v]);
+        Ok(Seen { moments, hessians: self.hessians(backend, layer, [q, k, v])? })
+    }
+
+    fn add(&mut self, layer: usize, seen: Seen) -> ModelResult<()> {
         let index = self.next_sequence(layer);
         // Counted over the whole run, earlier passes included.
         let sequence = self.statistics.info.sequence_hashes.len() + index;
@@ -94,11 +149,15 @@ impl<B: Backend> Observer<B> for Accumulator<'_> {
         self.sums(layer)?;
         self.statistics.unfinished = true;
         let sums = self.statistics.layers.get_mut(&layer).expect("looked up above");
+        let Seen { moments, hessians } = seen;
+        if let (Some(into), Some(hessians)) = (&mut sums.attention, hessians) {
+            into.add(&hessians);
+        }
         let pairs = [
-            (&mut sums.query_gram.data, seen.query_gram),
-            (&mut sums.key_gram.data, seen.key_gram),
-            (&mut sums.value_gram.data, seen.value_gram),
-            (&mut sums.key_sum, seen.key_sum),
+            (&mut sums.query_gram.data, moments.query_gram),
+            (&mut sums.key_gram.data, moments.key_gram),
+            (&mut sums.value_gram.data, moments.value_gram),
+            (&mut sums.key_sum, moments.key_sum),
         ];
         for (sum, part) in pairs {
             sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);

@@ -40,6 +40,12 @@ pub enum StatsError {
         /// SHA-256 of the sequence's token ids.
         hash: Sha,
     },
+    /// Sums that were weighted by one run's own statistics.
+    #[error("cannot add statistics number {number}: a second pass weighted its values by its own sums")]
+    SecondPass {
+        /// Position among the merged, from 1.
+        number: usize,
+    },
     /// More positions than a u64 counts.
     #[error("the number of positions overflows")]
     TooManyPositions,
@@ -87,6 +93,7 @@ impl StatsError {
             Self::Model(error) => return error.hint(),
             Self::Mismatch { .. } => "merge only files of the same checkpoint, made with the same options",
             Self::SameSequence { .. } => "merge only shards of disjoint calibration text (calibrate --shard K/N)",
+            Self::SecondPass { .. } => "calibrate on all of the text in one run, or without --second-pass",
             Self::Unfinished => "the forward pass stopped; go on from the last saved file (--resume)",
             Self::NonFiniteWeight { .. } => "the checkpoint is damaged: check it against its source",
             _ => return None,

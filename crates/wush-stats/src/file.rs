@@ -1,5 +1,6 @@
 //! The statistics file: safetensors of f64 sums, `layers.{i}.{key_gram, query_gram, value_gram, output_gram}`
-//! `[n_kv, d, d]` and `layers.{i}.key_sum` `[n_kv, d]`, and [`StatsInfo`] as JSON in the metadata, with a hash over both.
+//! `[n_kv, d, d]`, `layers.{i}.key_sum` `[n_kv, d]`, where asked for `layers.{i}.{key_hessian, value_hessian,
+//! weighted_value_gram}` `[n_kv, d, d]`, and [`StatsInfo`] as JSON in the metadata, with a hash over both.
 //! Read as hostile input: whatever no calibration could have produced is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,13 +14,14 @@ use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_format::text::{is_plain, refuse_active_metadata};
 use wush_format::transforms::HeadMatrices;
 
+use crate::attention::AttentionHessians;
 use crate::statistics::{LayerStats, Statistics, StatsInfo};
 use crate::{Result, StatsError};
 
 /// The metadata entry `format` of a statistics file.
 pub const FORMAT: &str = "wush-statistics";
 /// Version of the file's layout.
-pub const STATS_VERSION: u32 = 2;
+pub const STATS_VERSION: u32 = 4;
 
 /// Metadata key of the description.
 const INFO: &str = "info";
@@ -28,13 +30,17 @@ const CONTENT_HASH: &str = "content_hash";
 
 /// What a layer has, besides `key_sum`.
 const GRAMS: [&str; 4] = ["key_gram", "query_gram", "value_gram", "output_gram"];
+/// What a layer has with `--hessian attention`.
+const HESSIANS: [&str; 2] = ["key_hessian", "value_hessian"];
+/// What a layer has after a second pass.
+const WEIGHTED: &str = "weighted_value_gram";
 const KEY_SUM: &str = "key_sum";
 
 /// Layer ids are below this: far above every model.
 const MAX_LAYERS: usize = 1 << 16;
 
 /// Rounding of f64 sums, relative to sqrt(A_ii A_jj): n·2^-53 for n = 2^22 positions on either side of the diagonal.
-const ROUNDING_REL_TOL: f64 = 1.0 / (1u64 << 30) as f64;
+pub(crate) const ROUNDING_REL_TOL: f64 = 1.0 / (1u64 << 30) as f64;
 
 impl Statistics {
     /// Reads and checks a statistics file.
@@ -56,8 +62,8 @@ impl Statistics {
     pub fn from_file(file: &TensorFile) -> Result<Self> {
         let info = read_info(file)?;
         let mut layers = BTreeMap::new();
-        for layer in layer_ids(file)? {
-            layers.insert(layer, read_layer(file, layer, info.positions)?);
+        for layer in layer_ids(file, &info)? {
+            layers.insert(layer, read_layer(file, layer, &info)?);
         }
         check_heads(file.path(), &info, layers.values().next())?;
         for (&layer, stats) in &layers {
@@ -176,11 +182,17 @@ fn check_counts(path: &Path, info: &StatsInfo) -> Result<()> {
 }
 
 /// The layer ids, all tensors being known.
-fn layer_ids(file: &TensorFile) -> Result<BTreeSet<usize>> {
+fn layer_ids(file: &TensorFile, info: &StatsInfo) -> Result<BTreeSet<usize>> {
     let mut ids = BTreeSet::new();
+    let known = |role: &str| {
+        role == KEY_SUM
+            || GRAMS.contains(&role)
+            || (info.attention_hessians && HESSIANS.contains(&role))
+            || (info.second_pass && role == WEIGHTED)
+    };
     for name in file.tensors().keys() {
         match parse_name(name) {
-            Some((layer, role)) if role == KEY_SUM || GRAMS.contains(&role) => ids.insert(layer),
+            Some((layer, role)) if known(role) => ids.insert(layer),
             _ => return Err(invalid(file.path(), format!("unknown tensor {}", shown(name))).into()),
         };
     }
@@ -201,7 +213,8 @@ fn tensor_name(layer: usize, role: &str) -> String {
     format!("layers.{layer}.{role}")
 }
 
-fn read_layer(file: &TensorFile, layer: usize, positions: u64) -> Result<LayerStats> {
+fn read_layer(file: &TensorFile, layer: usize, info: &StatsInfo) -> Result<LayerStats> {
+    let positions = info.positions;
     // Lengths are bounded by the file itself: the header's shapes were checked against its bytes.
     let key_sum = tensor_name(layer, KEY_SUM);
     let (n_kv, dim) = match *file.tensor(&key_sum)?.shape {
@@ -221,11 +234,18 @@ fn read_layer(file: &TensorFile, layer: usize, positions: u64) -> Result<LayerSt
         value_gram: read(value_gram)?,
         output_gram: read(output_gram)?,
         key_sum: file.f64(&key_sum, &[n_kv, dim])?,
+        attention: info.attention_hessians.then(|| read_hessians(&read)).transpose()?,
+        weighted_value_gram: info.second_pass.then(|| read(WEIGHTED)).transpose()?,
     };
     check_key_sum(file.path(), &key_sum, &stats, positions)?;
     check_mean_key(file.path(), &key_sum, &stats, positions)?;
     check_positions(file.path(), layer, &stats, positions)?;
     Ok(stats)
+}
+
+fn read_hessians(read: &impl Fn(&str) -> Result<HeadMatrices>) -> Result<AttentionHessians> {
+    let [key, value] = HESSIANS;
+    Ok(AttentionHessians { key: read(key)?, value: read(value)? })
 }
 
 /// Finite, symmetric, and no entry beyond what its diagonal allows (Cauchy-Schwarz).
@@ -298,8 +318,8 @@ fn check_mean_key(path: &Path, name: &str, stats: &LayerStats, positions: u64) -
 
 /// Without positions there is nothing to sum.
 fn check_positions(path: &Path, layer: usize, stats: &LayerStats, positions: u64) -> Result<()> {
-    let [keys, queries, values, _] = stats.matrices();
-    let summed = [keys, queries, values].into_iter().find(|(_, gram)| gram.data.iter().any(|&x| x != 0.0));
+    let of_text = stats.matrices().filter(|(role, _)| *role != "output_gram");
+    let summed = of_text.into_iter().find(|(_, gram)| gram.data.iter().any(|&x| x != 0.0));
     match summed {
         Some((role, _)) if positions == 0 => {
             Err(wrong(path, &tensor_name(layer, role), "zeros: there are no positions", "a sum".to_owned()).into())
@@ -313,8 +333,8 @@ fn check_positions(path: &Path, layer: usize, stats: &LayerStats, positions: u64
 fn check_magnitudes(path: &Path, layer: usize, stats: &LayerStats, info: &StatsInfo) -> Result<()> {
     let square = |x: f32| f64::from(x) * f64::from(x);
     let least = square(f32::from_bits(1));
-    let [keys, queries, values, _] = stats.matrices();
-    for ((role, matrices), n_heads) in [(keys, 1), (queries, info.n_heads), (values, 1)] {
+    let sums = [("key_gram", &stats.key_gram, 1), ("query_gram", &stats.query_gram, info.n_heads)];
+    for (role, matrices, n_heads) in sums.into_iter().chain([("value_gram", &stats.value_gram, 1)]) {
         let most = info.positions as f64 * n_heads as f64 * square(f32::MAX);
         let range = least * (1.0 - ROUNDING_REL_TOL)..=most * (1.0 + ROUNDING_REL_TOL);
         let dim = matrices.dim;

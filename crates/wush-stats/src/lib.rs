@@ -22,6 +22,9 @@
 //!     max_seq_len: 0,
 //!     source: "text.txt".into(),
 //!     rope_scaling: None,
+//!     shift_invariant: true,
+//!     attention_hessians: false,
+//!     second_pass: false,
 //!     device: "cpu".into(),
 //!     compute: "f32".into(),
 //!     sequence_hashes: vec![],
@@ -35,14 +38,18 @@
 //! ```
 
 mod accumulator;
+mod attention;
 mod error;
 mod file;
 mod merge;
 mod output_gram;
 mod statistics;
+mod weighted;
 
 pub use accumulator::Accumulator;
+pub use attention::{AttentionHessians, Couplings, attention_hessians, attention_memory};
 pub use error::{Result, StatsError};
 pub use file::{FORMAT, STATS_VERSION};
-pub use output_gram::{output_gram, output_gram_difference};
+pub use output_gram::{couplings, output_gram, output_gram_difference};
 pub use statistics::{LayerStats, Statistics, StatsInfo};
+pub use weighted::SecondPass;

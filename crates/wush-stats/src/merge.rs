@@ -21,7 +21,7 @@ impl Statistics {
     ///
     /// # Errors
     /// `NothingToMerge`, `Mismatch` (weights, family, RoPE scaling, arithmetic, shapes), `SameSequence`,
-    /// `TooManyPositions`, `Unfinished`.
+    /// `TooManyPositions`, `Unfinished`, `SecondPass`.
     pub fn merge(parts: Vec<Self>) -> Result<Self> {
         let mut parts = parts.into_iter();
         let mut total = parts.next().ok_or(StatsError::NothingToMerge)?;
@@ -41,6 +41,9 @@ impl Statistics {
             return Err(StatsError::Unfinished);
         }
         let check = Comparison { number };
+        if self.info.second_pass || part.info.second_pass {
+            return Err(StatsError::SecondPass { number: if part.info.second_pass { number } else { 1 } });
+        }
         check.settings(&self.info, &part.info)?;
         check.same("the list of layers", &self.layers.keys().collect(), &part.layers.keys().collect::<Vec<_>>())?;
         // Duplicates within one file are that file's business; across files they are a mistake.
@@ -78,6 +81,8 @@ impl Comparison {
         self.same("the model family", &first.family, &part.family)?;
         let scaling = |info: &StatsInfo| info.rope_scaling.clone().unwrap_or_else(|| "the model's own".into());
         self.same("the RoPE scaling", &scaling(first), &scaling(part))?;
+        self.same("whether the softmax is shift-invariant", &first.shift_invariant, &part.shift_invariant)?;
+        self.same("whether there are attention-aware Hessians", &first.attention_hessians, &part.attention_hessians)?;
         self.same("the arithmetic of the forward pass", &first.compute, &part.compute)?;
         self.same("the number of query heads", &first.n_heads, &part.n_heads)
     }
@@ -99,6 +104,9 @@ fn add_layer(into: &mut LayerStats, part: &LayerStats) {
     add(&mut into.query_gram.data, &part.query_gram.data);
     add(&mut into.value_gram.data, &part.value_gram.data);
     add(&mut into.key_sum, &part.key_sum);
+    if let (Some(into), Some(part)) = (&mut into.attention, &part.attention) {
+        into.add(part);
+    }
 }
 
 fn add(into: &mut [f64], part: &[f64]) {

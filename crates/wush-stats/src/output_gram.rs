@@ -8,6 +8,7 @@ use wush_format::transforms::HeadMatrices;
 use wush_model::spec::{AttentionSpec, ModelSpec};
 use wush_model::weights::read_f64;
 
+use crate::attention::Couplings;
 use crate::file::within;
 use crate::statistics::{LayerStats, Statistics};
 use crate::{Result, StatsError};
@@ -52,6 +53,18 @@ pub fn output_gram_difference(
         }
     }
     Ok(None)
+}
+
+/// Γ_{h,g,g'} = W_O(h,g) W_O(h,g')ᵀ of every KV head of one layer, in f64: `[n_kv, G d, G d]`, whose blocks on the diagonal add
+/// up to [`output_gram`]'s matrix.
+///
+/// # Errors
+/// `Model` when the weight cannot be read; `NonFiniteWeight`.
+pub fn couplings(checkpoint: &Checkpoint, id: usize, attn: &AttentionSpec) -> Result<Couplings> {
+    let width = attn.n_heads / attn.n_kv_heads * attn.head_dim;
+    // A KV head with the columns of its whole group is one "query head" of that width.
+    let whole = AttentionSpec { n_heads: attn.n_kv_heads, head_dim: width, ..attn.clone() };
+    layer_output_gram(checkpoint, id, &whole)
 }
 
 /// The layer's attention, when the sums have its shape.

@@ -8,6 +8,9 @@ use wush_format::hash::Sha;
 use wush_format::transforms::HeadMatrices;
 use wush_model::spec::ModelSpec;
 
+use crate::attention::AttentionHessians;
+use crate::file::ROUNDING_REL_TOL;
+
 /// Eq. 4's factor: the stored sums are halves of the Hessians.
 const HESSIAN_FACTOR: f64 = 2.0;
 
@@ -24,6 +27,10 @@ pub struct LayerStats {
     pub output_gram: HeadMatrices,
     /// Σ k, `[n_kv, d]`.
     pub key_sum: Vec<f64>,
+    /// Eq. 61's sums of the attention-aware Hessians; none unless they were asked for.
+    pub attention: Option<AttentionHessians>,
+    /// Σ_t w[t] v vᵀ with w[t] = n⁻¹ kᵀ (Σ q qᵀ) k; none before a second pass.
+    pub weighted_value_gram: Option<HeadMatrices>,
 }
 
 impl LayerStats {
@@ -36,7 +43,25 @@ impl LayerStats {
             value_gram: zeros(),
             output_gram: zeros(),
             key_sum: vec![0.0; n_kv_heads * head_dim],
+            attention: None,
+            weighted_value_gram: None,
         }
+    }
+
+    /// OSCAR's covariance of keys for head h, up to its scale: the mean of q qᵀ over positions and the group, `[d, d]`.
+    pub fn oscar_key(&self, head: usize) -> Vec<f64> {
+        self.query_gram.head(head).to_vec()
+    }
+
+    /// OSCAR's covariance of values for head h: n⁻¹ Σ_t w[t] v_t v_tᵀ with the weights w[t] = kᵀ A k, A the mean of q qᵀ, scaled
+    /// so that they sum to n; `[d, d]`. None before a second pass; zeros where no query meets a key.
+    pub fn oscar_value(&self, head: usize, positions: u64) -> Option<Vec<f64>> {
+        let sums = self.weighted_value_gram.as_ref()?.head(head);
+        let positions = positions.max(1) as f64;
+        // Σ_t kᵀ A k = tr(A Σ k kᵀ).
+        let (queries, keys) = (self.query_gram.head(head), self.key_gram.head(head));
+        let total = queries.iter().zip(keys).map(|(q, k)| q * k).sum::<f64>() / positions;
+        Some(sums.iter().map(|x| if total > 0.0 { x / total } else { 0.0 }).collect())
     }
 
     /// Number of KV heads.
@@ -64,14 +89,54 @@ impl LayerStats {
         doubled(self.output_gram.head(head))
     }
 
-    /// The four stacks of matrices by their names in the file.
-    pub(crate) fn matrices(&self) -> [(&'static str, &HeadMatrices); 4] {
+    /// Mean key of head h over n = `positions`, μ = n⁻¹ Σ k, `[d]`; zeros where there are no positions.
+    pub fn key_mean(&self, head: usize, positions: u64) -> Vec<f64> {
+        let n = positions.max(1) as f64;
+        self.head_key_sum(head).iter().map(|sum| sum / n).collect()
+    }
+
+    /// What Σ k kᵀ of head h becomes when the mean is taken from every key: Σ (k − μ)(k − μ)ᵀ = Σ k kᵀ − n μ μᵀ, `[d, d]`
+    /// row-major.
+    ///
+    /// All zero where what is left of the trace is no more than the rounding of the sums (2⁻³⁰ of it): every key was
+    /// the same then.
+    pub fn key_covariance(&self, head: usize, positions: u64) -> Vec<f64> {
+        let dim = self.head_dim();
+        let (gram, sum, n) = (self.key_gram.head(head), self.head_key_sum(head), positions.max(1) as f64);
+        let centered: Vec<f64> = (0..dim * dim).map(|at| gram[at] - sum[at / dim] / n * sum[at % dim]).collect();
+        let trace = |matrix: &[f64]| matrix.iter().step_by(dim + 1).sum::<f64>();
+        if trace(&centered) > ROUNDING_REL_TOL * trace(gram) { centered } else { vec![0.0; dim * dim] }
+    }
+
+    /// ‖Σk‖² / (n Σ‖k‖²) of head h: 1 when all keys are the same, about 1/n when they have no common direction; none without
+    /// energy.
+    pub fn mean_key_energy(&self, head: usize, positions: u64) -> Option<f64> {
+        let energy: f64 = self.key_gram.head(head).iter().step_by(self.head_dim() + 1).sum();
+        let square: f64 = self.head_key_sum(head).iter().map(|x| x * x).sum();
+        let share = square / (positions as f64 * energy);
+        share.is_finite().then_some(share)
+    }
+
+    fn head_key_sum(&self, head: usize) -> &[f64] {
+        &self.key_sum[head * self.head_dim()..][..self.head_dim()]
+    }
+
+    /// The stacks of matrices by their names in the file.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = (&'static str, &HeadMatrices)> {
+        let optional = [
+            ("key_hessian", self.attention.as_ref().map(|hessians| &hessians.key)),
+            ("value_hessian", self.attention.as_ref().map(|hessians| &hessians.value)),
+            ("weighted_value_gram", self.weighted_value_gram.as_ref()),
+        ];
+        let optional = optional.into_iter().filter_map(|(role, matrices)| Some((role, matrices?)));
         [
             ("key_gram", &self.key_gram),
             ("query_gram", &self.query_gram),
             ("value_gram", &self.value_gram),
             ("output_gram", &self.output_gram),
         ]
+        .into_iter()
+        .chain(optional)
     }
 }
 
@@ -107,6 +172,13 @@ pub struct StatsInfo {
     pub source: String,
     /// RoPE scaling asked for, "yarn:4"; none for the checkpoint's own.
     pub rope_scaling: Option<String>,
+    /// Whether every softmax stays the same when one number is added to all of a query's logits: no softcap, no learned
+    /// sink. What key centring relies on.
+    pub shift_invariant: bool,
+    /// Whether the attention-aware Hessians are there (`--hessian attention`).
+    pub attention_hessians: bool,
+    /// Whether a second pass weighted the values' Gram matrices (`--second-pass oscar`).
+    pub second_pass: bool,
     /// Device of the forward pass, "cpu".
     pub device: String,
     /// Arithmetic of the forward pass, "f32".
@@ -131,9 +203,18 @@ impl Statistics {
     /// the weights.
     pub fn new(spec: &ModelSpec, info: StatsInfo) -> Self {
         let zeros = |(id, layer): (usize, &wush_model::spec::LayerSpec)| {
-            (id, LayerStats::zeros(layer.attn.n_kv_heads, layer.attn.head_dim))
+            let (heads, dim) = (layer.attn.n_kv_heads, layer.attn.head_dim);
+            let attention = info.attention_hessians.then(|| AttentionHessians::zeros(heads, dim));
+            (id, LayerStats { attention, ..LayerStats::zeros(heads, dim) })
         };
-        Self::from_layers(spec.layers.iter().enumerate().map(zeros), info)
+        let layers: Vec<_> = spec.layers.iter().enumerate().map(zeros).collect();
+        Self::from_layers(layers, info)
+    }
+
+    /// Forgets a second pass: its weights are those of the sums that it saw, so whoever adds to these must do it again.
+    pub fn drop_second_pass(&mut self) {
+        self.info.second_pass = false;
+        self.layers.values_mut().for_each(|layer| layer.weighted_value_gram = None);
     }
 
     /// From finished layer sums by global layer id.

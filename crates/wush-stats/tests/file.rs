@@ -156,7 +156,7 @@ fn files_of_other_kinds_and_versions_are_refused() {
         load_edited(move |_, m| drop(m.insert(key.into(), value.into()))).expect_err(key)
     };
     assert!(with("format", "wush-transforms").to_string().contains("wush-statistics"));
-    assert!(matches!(with("version", "1"), StatsError::Format(FormatError::Version { expected: 2, .. })));
+    assert!(matches!(with("version", "1"), StatsError::Format(FormatError::Version { expected: 4, .. })));
     for key in ["format", "version", "info", "content_hash"] {
         load_edited(move |_, m| drop(m.remove(key))).expect_err(key);
     }

@@ -31,6 +31,12 @@ pub enum TransformError {
         /// As given.
         value: f64,
     },
+    /// The exponent of Λ is outside its range.
+    #[error("exponent: expected 0 to 0.5, found {value}")]
+    Exponent {
+        /// As given.
+        value: f64,
+    },
     /// NaN or infinity in an input.
     #[error("{matrix}: element [{row}, {col}] is {value}, expected a finite number")]
     NonFinite {
@@ -86,6 +92,12 @@ pub enum TransformError {
         /// Condition number of the damped matrix (saturated at 1/ε).
         condition: f64,
     },
+    /// OSCAR's bit-reversed order is one of powers of two.
+    #[error("OSCAR's rotation of order {order}: expected a power of two")]
+    NotPowerOfTwo {
+        /// The order asked for.
+        order: usize,
+    },
     /// No Hadamard matrix of this order is built here.
     #[error("no Hadamard matrix of order {order}: expected 2^k, or 2^k m with a Paley matrix of order m")]
     UnsupportedOrder {
@@ -103,6 +115,14 @@ pub enum TransformError {
     NeedsStatistics {
         /// Registry name.
         transform: &'static str,
+    },
+    /// The registry has no such orthogonal factor.
+    #[error("orthogonal factor {name:?} is not known; known: {known}")]
+    UnknownFactor {
+        /// As asked for.
+        name: String,
+        /// The registry's names.
+        known: String,
     },
     /// The registry has no such transform.
     #[error("transform {name:?} is not known; known: {known}")]
@@ -125,6 +145,7 @@ impl TransformError {
             Self::NonFinite { .. } | Self::Indefinite { .. } | Self::Asymmetric { .. } => {
                 "the statistics are damaged: calibrate again"
             }
+            Self::NotPowerOfTwo { .. } => "wush, hadamard, random and identity exist for this head dimension",
             Self::NeedsStatistics { .. } => "calibrate first, or choose a transform that needs no statistics",
             Self::UnsupportedOrder { .. } => {
                 "head dimensions in use (64, 72, 80, 96, 112, 120, 128, 160, 192, 256) are supported; for this one only \

@@ -46,7 +46,7 @@ pub struct HeadMeasures {
 /// # Errors
 /// Input that is no pair of symmetric positive semidefinite matrices, non-finite transforms, `NoConvergence`.
 pub fn measure(transform: &[f64], inverse: &[f64], problem: &HeadProblem<'_>, damping: f64) -> Result<HeadMeasures> {
-    let HeadProblem { gram, hessian, dim } = *problem;
+    let HeadProblem { gram, hessian, dim, .. } = *problem;
     let pair = Pair::new(gram, hessian, dim)?;
     let transform = checked("transform", transform, dim)?;
     measure_pair(&pair, damping, transform, checked("inverse", inverse, dim)?)
@@ -177,7 +177,8 @@ fn condition_of(matrix: MatRef<'_, f64>) -> Result<f64> {
     Ok(saturated_ratio(values[0], values[values.len() - 1]))
 }
 
-fn checked<'a>(name: &'static str, data: &'a [f64], dim: usize) -> Result<MatRef<'a, f64>> {
+/// A matrix of the right shape and finite.
+pub(crate) fn checked<'a>(name: &'static str, data: &'a [f64], dim: usize) -> Result<MatRef<'a, f64>> {
     check_shape(name, data, dim)?;
     check_finite(name, data, dim)?;
     Ok(from_rows(data, dim))

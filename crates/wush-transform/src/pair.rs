@@ -44,7 +44,7 @@ pub(crate) struct Psd {
 }
 
 impl Psd {
-    fn new(name: &'static str, data: &[f64], dim: usize) -> Result<Self> {
+    pub(crate) fn new(name: &'static str, data: &[f64], dim: usize) -> Result<Self> {
         check_finite(name, data, dim)?;
         let largest = data.iter().fold(0.0_f64, |max, x| max.max(x.abs()));
         let is_zero = largest == 0.0;
@@ -156,6 +156,14 @@ impl Pair {
     pub(crate) fn is_lossless(&self) -> bool {
         self.gram.is_zero || self.hessian.is_zero
     }
+}
+
+/// Checks a damping ratio.
+///
+/// # Errors
+/// `Damping`.
+pub(crate) fn check_damping(damping: f64) -> Result<()> {
+    if damping.is_finite() && damping >= 0.0 { Ok(()) } else { Err(TransformError::Damping { value: damping }) }
 }
 
 /// Checks that `data` is `[dim, dim]`.

@@ -4,10 +4,11 @@
 use crate::dense::from_rows;
 use crate::hadamard::hadamard;
 use crate::measures::measure_pair;
+use crate::oscar::oscar_rotation;
 use crate::pair::{Pair, check_shape};
 use crate::random::haar_orthogonal;
-use crate::wush::{Solution, SolveInfo, wush};
-use crate::{Result, TransformError};
+use crate::wush::{PUBLISHED_DAMPING, PUBLISHED_EXPONENT, Solution, SolveInfo, wush_with};
+use crate::{Factor, Result, TransformError};
 
 /// One entry of the registry.
 #[derive(Clone, Copy)]
@@ -18,6 +19,10 @@ pub struct TransformKind {
     pub doc: &'static str,
     /// Whether it is built from calibration statistics.
     pub needs_statistics: bool,
+    /// What it needs of them beyond Gram matrices and Eq. 4's Hessians.
+    pub needs: Needs,
+    /// Whether T is orthogonal, whatever the statistics.
+    pub is_orthogonal: bool,
     construct: fn(&HeadProblem<'_>, &Settings) -> Result<Solution>,
 }
 
@@ -27,31 +32,76 @@ impl std::fmt::Debug for TransformKind {
     }
 }
 
+/// What a transform needs of the statistics beyond Gram matrices and Eq. 4's Hessians.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Needs {
+    /// Nothing.
+    Nothing,
+    /// The attention-aware Hessians of Appendix C in place of Eq. 4's.
+    AttentionHessians,
+    /// OSCAR's covariances, one for all KV heads of a layer.
+    LayerCovariance,
+    /// OSCAR's covariances, one a KV head.
+    HeadCovariance,
+}
+
 /// Every transform.
 pub const TRANSFORMS: &[TransformKind] = &[
     TransformKind {
         name: "identity",
         doc: "No transform: T = I.",
         needs_statistics: false,
+        needs: Needs::Nothing,
+        is_orthogonal: true,
         construct: |problem, _| orthogonal(problem, identity(problem.dim)),
     },
     TransformKind {
         name: "random",
         doc: "A random orthogonal matrix per layer, head and role (Haar), from --seed.",
         needs_statistics: false,
+        needs: Needs::Nothing,
+        is_orthogonal: true,
         construct: |problem, settings| orthogonal(problem, haar_orthogonal(problem.dim, settings.stream())),
     },
     TransformKind {
         name: "hadamard",
         doc: "The normalized Hadamard matrix of the head dimension.",
         needs_statistics: false,
+        needs: Needs::Nothing,
+        is_orthogonal: true,
         construct: |problem, _| orthogonal(problem, hadamard(problem.dim)?),
+    },
+    TransformKind {
+        name: "oscar",
+        doc: "OSCAR's rotation, one a layer: eigenvectors, Hadamard matrix, bit-reversed order.",
+        needs_statistics: true,
+        needs: Needs::LayerCovariance,
+        is_orthogonal: true,
+        construct: |problem, _| orthogonal(problem, oscar_rotation(problem.covariance, problem.dim)?),
+    },
+    TransformKind {
+        name: "oscar-per-head",
+        doc: "The same, one a KV head.",
+        needs_statistics: true,
+        needs: Needs::HeadCovariance,
+        is_orthogonal: true,
+        construct: |problem, _| orthogonal(problem, oscar_rotation(problem.covariance, problem.dim)?),
     },
     TransformKind {
         name: "wush",
         doc: "The WUSH transform of Eq. 1, from Gram matrix and Hessian.",
         needs_statistics: true,
-        construct: |problem, settings| wush(problem.gram, problem.hessian, problem.dim, settings.damping),
+        needs: Needs::Nothing,
+        is_orthogonal: false,
+        construct: wush_with,
+    },
+    TransformKind {
+        name: "wush-a",
+        doc: "The same with the exact, attention-aware Hessians of Appendix C.",
+        needs_statistics: true,
+        needs: Needs::AttentionHessians,
+        is_orthogonal: false,
+        construct: wush_with,
     },
 ];
 
@@ -62,11 +112,18 @@ pub struct HeadProblem<'a> {
     pub gram: &'a [f64],
     /// Hessian H, row-major `[dim, dim]`; empty where there are no statistics.
     pub hessian: &'a [f64],
+    /// What OSCAR's rotation diagonalizes, row-major `[dim, dim]`; empty for every other transform.
+    pub covariance: &'a [f64],
     /// Head dimension d.
     pub dim: usize,
 }
 
-impl HeadProblem<'_> {
+impl<'a> HeadProblem<'a> {
+    /// Of statistics alone, both matrices row-major `[dim, dim]`, or both empty.
+    pub const fn new(gram: &'a [f64], hessian: &'a [f64], dim: usize) -> Self {
+        Self { gram, hessian, covariance: &[], dim }
+    }
+
     fn has_statistics(&self) -> bool {
         !(self.gram.is_empty() && self.hessian.is_empty())
     }
@@ -86,7 +143,11 @@ pub enum Role {
 pub struct Settings {
     /// γ of Eq. 1.
     pub damping: f64,
-    /// Seed of random transforms.
+    /// Exponent p of Λ, 0 to ½: ¼ in Eq. 1.
+    pub exponent: f64,
+    /// The last, orthogonal factor: the Hadamard matrix in Eq. 1.
+    pub factor: &'static Factor,
+    /// Seed of random matrices.
     pub seed: u64,
     /// Global layer id.
     pub layer: usize,
@@ -97,8 +158,14 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// As published: γ = 0.01, p = ¼, the Hadamard factor; seed 0.
+    pub fn published(layer: usize, head: usize, role: Role) -> Self {
+        let (damping, exponent, factor) = (PUBLISHED_DAMPING, PUBLISHED_EXPONENT, Factor::PUBLISHED);
+        Self { damping, exponent, factor, seed: 0, layer, head, role }
+    }
+
     /// The random stream of this head: seed, layer, head and role as four little-endian u64.
-    fn stream(&self) -> [u8; 32] {
+    pub(crate) fn stream(&self) -> [u8; 32] {
         let role = match self.role {
             Role::Key => 0,
             Role::Value => 1,

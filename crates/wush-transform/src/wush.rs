@@ -4,10 +4,14 @@
 use faer::{Mat, MatRef};
 
 use crate::dense::{self, from_rows, product, scale_columns, symmetrized, to_rows};
-use crate::hadamard::hadamard;
 use crate::measures::{HeadMeasures, measure_pair};
-use crate::pair::{Pair, noise_rel_tol, saturated_ratio};
-use crate::{Result, TransformError};
+use crate::pair::{Pair, check_damping, noise_rel_tol, saturated_ratio};
+use crate::{HeadProblem, Result, Role, Settings, TransformError};
+
+/// γ of the paper.
+pub const PUBLISHED_DAMPING: f64 = 0.01;
+/// Exponent of Λ in Eq. 1.
+pub const PUBLISHED_EXPONENT: f64 = 0.25;
 
 /// Entries of an eigenvector within this fraction of its largest magnitude count as tied for it; the first of them
 /// decides the sign. Rounding of the decomposition moves an entry by about d·ε ≤ 2^-40 for d ≤ 2^12; 2^-36 is clear
@@ -72,31 +76,62 @@ pub struct SolveInfo {
 /// `Dimension`, `Shape`, `Damping`, `NonFinite`, `Asymmetric`, `Indefinite`, `Singular`, `UnsupportedOrder`,
 /// `NoConvergence`. The caller adds layer and head.
 pub fn wush(gram: &[f64], hessian: &[f64], dim: usize, damping: f64) -> Result<Solution> {
-    if !(damping.is_finite() && damping >= 0.0) {
-        return Err(TransformError::Damping { value: damping });
+    let settings = Settings { damping, ..Settings::published(0, 0, Role::Key) };
+    wush_with(&HeadProblem::new(gram, hessian, dim), &settings)
+}
+
+/// The family that Eq. 1 is a member of: another exponent p of Λ, and another orthogonal matrix R in place of ℋ.
+///
+/// ```text
+/// T = c R Λ^-p Uᵀ Lᵀ     T⁻¹ = c⁻¹ L^-T U Λ^p Rᵀ     c = (1 + γ)^½ tr(M)^½ tr(Λ^{1−2p})^-½
+/// ```
+///
+/// p = ¼ and R = ℋ are Eq. 1, to the bit. c keeps ‖T X‖_F at every p. What is cached has the covariance
+/// c² R Λ^{1−2p} Rᵀ and errors in it cost c⁻² R Λ^{2p} Rᵀ: p shifts the spread of Λ from the one to the other. At p = ½ the
+/// cache is white, and only an encoder with error feedback knows which errors count; at p = 0 all errors count alike.
+/// TᵀT is the weighted geometric mean of H and M⁻¹ (weights 1 − 2p and 2p), up to its scale. Eq. 21's balance is exact at
+/// p = ¼ for the Hadamard and the balanced factor.
+///
+/// # Errors
+/// Those of [`wush`], and `Exponent`.
+pub fn wush_with(problem: &HeadProblem<'_>, settings: &Settings) -> Result<Solution> {
+    let (damping, exponent) = (settings.damping, settings.exponent);
+    check_damping(damping)?;
+    if !(0.0..=0.5).contains(&exponent) {
+        return Err(TransformError::Exponent { value: exponent });
     }
-    let pair = Pair::new(gram, hessian, dim)?;
-    let rotation = hadamard(dim)?;
+    let pair = Pair::new(problem.gram, problem.hessian, problem.dim)?;
     pair.gram.check_definite(damping)?;
     pair.hessian.check_definite(damping)?;
-    let factors = Factors::new(&pair, damping)?;
-    let (transform, inverse) = factors.assemble(from_rows(&rotation, dim));
+    let factors = Factors::new(&pair, damping, exponent)?;
+    let variances: Vec<f64> = factors.values.iter().map(|&x| power(x, 1.0 - 2.0 * exponent)).collect();
+    let rotation = settings.factor.build(&variances, settings.stream())?;
+    let (transform, inverse) = factors.assemble(from_rows(&rotation, problem.dim));
     let measures = measure_pair(&pair, damping, transform.as_ref(), inverse.as_ref())?;
-    let (gram_log16, hessian_log16) = (pair.gram.log16, pair.hessian.log16);
     Ok(Solution {
         transform: to_rows(transform.as_ref()),
         inverse: to_rows(inverse.as_ref()),
-        // c scales as (scale of M / scale of H)^¼, Λ as their product: powers of 2, exact.
-        c: libm::scalbn(factors.c, gram_log16 - hessian_log16),
-        eigenvalues: factors.values.iter().map(|x| libm::scalbn(*x, 4 * (gram_log16 + hessian_log16))).collect(),
+        c: factors.unscaled_c(&pair),
+        eigenvalues: factors.unscaled_values(&pair),
         info: SolveInfo {
             damping_used: damping,
             zero_gram: pair.gram.is_zero,
             zero_hessian: pair.hessian.is_zero,
-            cond_product: saturated_ratio(factors.values[dim - 1], factors.values[0]),
+            cond_product: saturated_ratio(factors.values[problem.dim - 1], factors.values[0]),
             measures: Some(measures),
         },
     })
+}
+
+/// x^p. The published powers are roots, which are exact where they can be.
+fn power(x: f64, p: f64) -> f64 {
+    if p == 0.25 {
+        x.sqrt().sqrt()
+    } else if p == 0.5 {
+        x.sqrt()
+    } else {
+        libm::pow(x, p)
+    }
 }
 
 /// L, U, Λ and c of the scaled pair.
@@ -104,11 +139,12 @@ struct Factors {
     lower: Mat<f64>,
     vectors: Mat<f64>,
     values: Vec<f64>,
+    exponent: f64,
     c: f64,
 }
 
 impl Factors {
-    fn new(pair: &Pair, damping: f64) -> Result<Self> {
+    fn new(pair: &Pair, damping: f64, exponent: f64) -> Result<Self> {
         let lower = dense::cholesky(pair.hessian.damped(damping).as_ref()).ok_or_else(|| TransformError::Singular {
             matrix: pair.hessian.name,
             damping,
@@ -120,18 +156,30 @@ impl Factors {
         let (values, mut vectors) = dense::eigen(symmetrized(inner.as_ref()).as_ref(), "damped product")?;
         check_product(&values, damping)?;
         fix_signs(&mut vectors);
-        let sum_of_roots: f64 = values.iter().map(|x| x.sqrt()).sum();
-        let c = ((1.0 + damping) * pair.gram.trace() / sum_of_roots).sqrt();
-        Ok(Self { lower, vectors, values, c })
+        let sum_of_powers: f64 = values.iter().map(|&x| power(x, 1.0 - 2.0 * exponent)).sum();
+        let c = ((1.0 + damping) * pair.gram.trace() / sum_of_powers).sqrt();
+        Ok(Self { lower, vectors, values, exponent, c })
     }
 
-    /// T and T^{-1} with ℋ = `rotation`.
+    /// c scales as M's scale to the p, times H's to the p − ½: at p = ¼ by powers of 2, exact.
+    fn unscaled_c(&self, pair: &Pair) -> f64 {
+        let log16 = self.exponent * f64::from(pair.gram.log16) + (self.exponent - 0.5) * f64::from(pair.hessian.log16);
+        self.c * libm::exp2(4.0 * log16)
+    }
+
+    /// Λ scales as the product of both scales: a power of 2, exact.
+    fn unscaled_values(&self, pair: &Pair) -> Vec<f64> {
+        let log2 = 4 * (pair.gram.log16 + pair.hessian.log16);
+        self.values.iter().map(|x| libm::scalbn(*x, log2)).collect()
+    }
+
+    /// T and T^{-1} with R = `rotation`.
     fn assemble(&self, rotation: MatRef<'_, f64>) -> (Mat<f64>, Mat<f64>) {
-        let fourth_root = |j: usize| self.values[j].sqrt().sqrt();
+        let root = |j: usize| power(self.values[j], self.exponent);
         let mut transposed = product(self.lower.as_ref(), self.vectors.as_ref());
-        scale_columns(&mut transposed, |j| self.c / fourth_root(j));
+        scale_columns(&mut transposed, |j| self.c / root(j));
         let mut scaled = self.vectors.clone();
-        scale_columns(&mut scaled, |j| fourth_root(j) / self.c);
+        scale_columns(&mut scaled, |j| root(j) / self.c);
         let inverse = dense::solve_transposed(&self.lower, scaled);
         (product(rotation, transposed.transpose()), product(inverse.as_ref(), rotation.transpose()))
     }
@@ -150,7 +198,7 @@ fn check_product(values: &[f64], damping: f64) -> Result<()> {
 }
 
 /// Makes the largest entry of every column positive; of entries tied within [`TIE_REL_TOL`], the first.
-fn fix_signs(vectors: &mut Mat<f64>) {
+pub(crate) fn fix_signs(vectors: &mut Mat<f64>) {
     for j in 0..vectors.ncols() {
         let largest = vectors.col(j).iter().fold(0.0_f64, |max, x| max.max(x.abs()));
         let decides = vectors.col(j).iter().find(|x| x.abs() >= largest * (1.0 - TIE_REL_TOL)).copied();

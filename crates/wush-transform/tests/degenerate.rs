@@ -159,8 +159,7 @@ fn proportional_matrices_leave_nothing_to_gain() {
     let dim = 20;
     let gram = Source::new(9).low_rank(dim, 6);
     let hessian: Vec<f64> = gram.iter().map(|x| 7.0 * x).collect();
-    let m = measure(&identity(dim), &identity(dim), &HeadProblem { gram: &gram, hessian: &hessian, dim }, 0.01)
-        .expect("valid");
+    let m = measure(&identity(dim), &identity(dim), &HeadProblem::new(&gram, &hessian, dim), 0.01).expect("valid");
     assert_close("ratio", &[m.trace_product_over_bound], &[1.0], rounding(dim, 1e3));
 }
 

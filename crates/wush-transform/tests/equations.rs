@@ -96,8 +96,7 @@ fn equation_21_holds_without_damping_and_not_for_the_identity() {
         let found = imbalance(&sensitivity(&s.inverse, &hessian, dim).expect("valid"));
         assert!(found <= rounding(dim, COND), "d {dim}: {found:e}");
         let unit = identity(dim);
-        let plain =
-            measure(&unit, &unit, &HeadProblem { gram: &gram, hessian: &hessian, dim }, 0.0).expect("valid").imbalance;
+        let plain = measure(&unit, &unit, &HeadProblem::new(&gram, &hessian, dim), 0.0).expect("valid").imbalance;
         assert!(dim == 1 || plain > 0.01, "d {dim}: a random H is balanced? {plain:e}");
     }
 }

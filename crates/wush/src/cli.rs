@@ -9,9 +9,9 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    CalibSource, CalibrateRequest, CalibrationRequest, ConvertRequest, DeviceChoice, FoldDtype, FoldRequest,
-    InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling, Shard, SolveRequest, SolveSettings, UnfoldRequest,
-    VerifySettings,
+    CalibSource, CalibrateRequest, CalibrationRequest, CenterKeys, ConvertRequest, DeviceChoice, FoldDtype,
+    FoldRequest, Gather, HessianChoice, InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling,
+    SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
 };
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
@@ -134,9 +134,22 @@ pub struct SolveSettingsArgs {
     /// Damping γ of Eq. 1
     #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING, allow_hyphen_values = true, value_parser = number)]
     pub damping: f64,
-    /// Seed of the random transform
+    /// Seed of random matrices
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
+    /// Exponent p of Λ in the transform, 0 to 0.5 [default: the preset's, 0.25]
+    #[arg(long, value_name = "P", allow_hyphen_values = true, value_parser = number)]
+    pub exponent: Option<f64>,
+    /// The transform's last, orthogonal factor [default: the preset's, hadamard]
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(plan::factor_names()))]
+    pub factor: Option<String>,
+    /// Take each head's mean from its keys before they are cached, which no softmax notices: never, always, or auto, where
+    /// the mean holds much of the keys' energy [default: the preset's, never]
+    #[arg(long, value_name = "WHERE")]
+    pub center_keys: Option<CenterKeys>,
+    /// Also make the matrices that an encoder with error feedback needs [default: the preset's, false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub feedback: Option<bool>,
 }
 
 /// Folding and its check.
@@ -212,6 +225,13 @@ pub struct CalibrateArgs {
     /// about 2048 tokens, then about once a minute; --sequences may have grown
     #[arg(long)]
     resume: bool,
+    /// surrogate: what Eq. 4's Hessians need; attention: also Appendix C's exact ones, for wush-a, in time that grows with the
+    /// square of the sequence length
+    #[arg(long, value_name = "KIND", default_value_t)]
+    hessian: HessianChoice,
+    /// oscar: read the text a second time, for the transforms oscar and oscar-per-head; none: do not
+    #[arg(long, value_name = "FOR", default_value_t)]
+    second_pass: SecondPassChoice,
     /// Only the K-th of N contiguous shares of the sequences
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
@@ -325,7 +345,16 @@ impl CutArgs {
 
 impl SolveSettingsArgs {
     fn request(self) -> SolveSettings {
-        SolveSettings { transform: self.transform, preset: self.preset, damping: self.damping, seed: self.seed }
+        SolveSettings {
+            transform: self.transform,
+            preset: self.preset,
+            damping: self.damping,
+            seed: self.seed,
+            exponent: self.exponent,
+            factor: self.factor,
+            center_keys: self.center_keys,
+            feedback: self.feedback,
+        }
     }
 }
 
@@ -363,6 +392,7 @@ impl CalibrateArgs {
         CalibrateRequest {
             model: self.model.request(),
             calibration: self.calibration.cut.request(self.calibration.calib),
+            gather: Gather { hessian: self.hessian, second_pass: self.second_pass },
             shard: self.shard,
             resume: self.resume,
             out: self.out,

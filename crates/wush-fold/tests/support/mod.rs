@@ -9,7 +9,7 @@ use std::path::Path;
 use half::{bf16, f16};
 use serde_json::{Value, json};
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::FileEntry;
+use wush_format::manifest::{FileEntry, Solve};
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 
 /// A deterministic stream of numbers (splitmix64).
@@ -198,16 +198,11 @@ impl Tiny {
             dim: self.head_dim,
             data: (0..self.n_kv_heads).flat_map(|_| well_conditioned(&mut rng, self.head_dim)).collect(),
         };
-        let layers =
-            (0..self.n_layers).map(|layer| (layer, LayerTransforms { key: matrices(), value: matrices() })).collect();
+        let layers = (0..self.n_layers).map(|layer| (layer, LayerTransforms::new(matrices(), matrices()))).collect();
         Transforms {
             layers,
             model_hash: model_hash(dir),
-            transform: "wush".to_owned(),
-            preset: "default".to_owned(),
-            damping: 0.01,
-            seed: 0,
-            stats_hash: None,
+            solve: Solve::as_published("wush"),
             calibration: None,
             report: Vec::new(),
         }

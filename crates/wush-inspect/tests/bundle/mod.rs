@@ -14,7 +14,8 @@ use tempfile::TempDir;
 use wush_checkpoint::Checkpoint;
 use wush_fold::{FoldDtype, FoldOutcome, HeadWeights, fold, invert};
 use wush_format::bundle::{
-    KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_TRANSFORMS, ValueLayer, ValueSidecar, WUSH_DIR,
+    FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, VALUE_TRANSFORMS, ValueFeedback,
+    ValueLayer, ValueSidecar, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{
@@ -83,6 +84,10 @@ impl Bundle {
             keys.model_hash = hash;
             keys.save(&path(KEY_TRANSFORMS)).expect("saved");
         }
+        if let Ok(mut feedback) = ValueFeedback::load(&path(VALUE_FEEDBACK)) {
+            feedback.model_hash = hash;
+            feedback.save(&path(VALUE_FEEDBACK)).expect("saved");
+        }
         if let Ok(mut values) = ValueSidecar::load(&path(VALUE_TRANSFORMS)) {
             values.model_hash = hash;
             values.save(&path(VALUE_TRANSFORMS)).expect("saved");
@@ -147,15 +152,26 @@ pub fn sidecars(transforms: &Transforms, model_hash: Sha, dir: &Path) {
     let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
     let mut keys = KeySidecar { layers: BTreeMap::new(), model_hash };
     let mut values = ValueSidecar { layers: BTreeMap::new(), model_hash };
-    for (&layer, LayerTransforms { key, value }) in &transforms.layers {
+    for (&layer, LayerTransforms { key, value, key_mean, key_feedback, .. }) in &transforms.layers {
         let mut query = Vec::new();
         for head in 0..key.n_heads {
             let inverse = invert(key.head(head), key.dim).matrix;
             query.extend((0..key.dim * key.dim).map(|at| inverse[(at % key.dim) * key.dim + at / key.dim]));
         }
         let (n_kv_heads, head_dim) = (key.n_heads, key.dim);
-        keys.layers.insert(layer, KeyLayer { n_kv_heads, head_dim, key: narrow(&key.data), query: narrow(&query) });
+        let (key, query) = (narrow(&key.data), narrow(&query));
+        let key_mean = key_mean.as_deref().map(narrow);
+        let key_feedback = key_feedback.as_ref().map(|feedback| narrow(&feedback.data));
+        keys.layers.insert(layer, KeyLayer { n_kv_heads, head_dim, key, query, key_mean, key_feedback });
         values.layers.insert(layer, ValueLayer { n_kv_heads, head_dim, value: narrow(&value.data) });
+    }
+    let feedback = transforms.layers.iter().filter_map(|(&layer, entry)| {
+        let HeadMatrices { n_heads, dim, data } = entry.value_feedback.as_ref()?;
+        Some((layer, FeedbackLayer { n_kv_heads: *n_heads, head_dim: *dim, value_feedback: narrow(data) }))
+    });
+    let feedback = ValueFeedback { layers: feedback.collect(), model_hash };
+    if !feedback.layers.is_empty() {
+        feedback.save(&dir.join(WUSH_DIR).join(VALUE_FEEDBACK)).expect("saved");
     }
     keys.save(&dir.join(WUSH_DIR).join(KEY_TRANSFORMS)).expect("saved");
     values.save(&dir.join(WUSH_DIR).join(VALUE_TRANSFORMS)).expect("saved");
@@ -188,6 +204,7 @@ pub fn layer_reports(transforms: &Transforms) -> Vec<LayerReport> {
         layer,
         key: heads(&entry.key, layer),
         value: heads(&entry.value, layer),
+        centered_keys: entry.centered_keys(),
     };
     transforms.layers.iter().map(report).collect()
 }
@@ -227,7 +244,7 @@ pub fn solved(mut transforms: Transforms, source: &Path) -> Transforms {
 
 /// Adds what a solver says of transforms that need statistics.
 pub fn complete(mut transforms: Transforms) -> Transforms {
-    transforms.stats_hash = Some(Sha([2; 32]));
+    transforms.solve.stats_hash = Some(Sha([2; 32]));
     transforms.calibration = Some(calibration());
     transforms.report = layer_reports(&transforms);
     transforms
@@ -264,13 +281,7 @@ pub fn manifest(transforms: &Transforms, outcome: &FoldOutcome, dtype: FoldDtype
             files: outcome.source_files.clone(),
         },
         basis: Basis { kind: "folded-values".to_owned(), model_hash: outcome.folded_hash },
-        solve: Solve {
-            transform: "wush".to_owned(),
-            preset: "default".to_owned(),
-            damping: 0.01,
-            seed: 0,
-            stats_hash: Some(Sha([2; 32])),
-        },
+        solve: Solve { stats_hash: Some(Sha([2; 32])), ..transforms.solve.clone() },
         calibration: Some(calibration()),
         layers: layer_reports(transforms),
         fold: FoldReport {
@@ -324,6 +335,9 @@ pub fn statistics(tiny: &Tiny, source: &Path) -> Statistics {
         max_seq_len: n_tokens,
         source: "text.txt".to_owned(),
         rope_scaling: None,
+        shift_invariant: true,
+        attention_hessians: false,
+        second_pass: false,
         device: "cpu".to_owned(),
         compute: "f32".to_owned(),
         sequence_hashes: vec![Sha([5; 32])],

@@ -10,7 +10,7 @@ use wush_stats::StatsInfo;
 
 use crate::model::Model;
 use crate::plan::DEFAULT_SEQ_LEN;
-use crate::request::{CalibrationRequest, Environment};
+use crate::request::{CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
 use crate::{PipelineError, Result};
 
 /// The sequences of a run and what its statistics will say of themselves.
@@ -18,10 +18,12 @@ use crate::{PipelineError, Result};
 pub struct CalibrationPlan {
     /// Token ids, in order.
     pub sequences: Vec<Vec<u32>>,
-    /// The statistics' description once all sequences are in.
+    /// The statistics' description once all sequences are in, before a second pass.
     pub info: StatsInfo,
     /// Whether they were cut from text, and not given as token ids.
     pub(crate) is_text: bool,
+    /// Whether the text is read a second time.
+    pub second_pass: bool,
 }
 
 impl CalibrationPlan {
@@ -30,7 +32,7 @@ impl CalibrationPlan {
     /// # Errors
     /// `SameSequence`: what is summed twice weighs double, and `merge` and `inspect` refuse it, too; `Io` when the weights
     /// cannot be hashed.
-    pub fn new(model: &Model, packed: Packed) -> Result<Self> {
+    pub fn new(model: &Model, packed: Packed, gather: Gather) -> Result<Self> {
         let sequence_hashes: Vec<Sha> = packed.sequences.iter().map(|ids| sequence_hash(ids)).collect();
         check_distinct(&sequence_hashes, &packed.source)?;
         let attn = &model.spec.layers[0].attn;
@@ -47,11 +49,20 @@ impl CalibrationPlan {
             max_seq_len: longest(&packed.sequences) as u64,
             source: packed.source,
             rope_scaling: model.rope_scaling.map(|scaling| scaling.to_string()),
+            shift_invariant: model.spec.is_shift_invariant(),
+            attention_hessians: gather.hessian == HessianChoice::Attention,
+            second_pass: false,
             device: model.device.name().to_owned(),
             compute: model.device.compute().to_owned(),
             sequence_hashes,
         };
-        Ok(Self { sequences: packed.sequences, info, is_text: packed.text.n_bytes > 0 })
+        let second_pass = gather.second_pass == SecondPassChoice::Oscar;
+        Ok(Self { sequences: packed.sequences, info, is_text: packed.text.n_bytes > 0, second_pass })
+    }
+
+    /// The description of the finished statistics.
+    pub(crate) fn finished_info(&self) -> StatsInfo {
+        StatsInfo { second_pass: self.second_pass, ..self.info.clone() }
     }
 }
 

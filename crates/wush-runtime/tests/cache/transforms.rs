@@ -35,7 +35,7 @@ fn pair(n: usize, d: usize, numbers: &mut Numbers) -> (Vec<f32>, Vec<f32>) {
 
 fn sidecar(n_kv_heads: usize, head_dim: usize) -> KeySidecar {
     let (key, query) = pair(n_kv_heads, head_dim, &mut Numbers::new(9));
-    let layers = BTreeMap::from([(0, KeyLayer { n_kv_heads, head_dim, key, query })]);
+    let layers = BTreeMap::from([(0, KeyLayer::new(n_kv_heads, head_dim, key, query))]);
     KeySidecar { layers, model_hash: HASH }
 }
 
@@ -43,6 +43,26 @@ fn saved(dir: &Path, sidecar: &KeySidecar) -> PathBuf {
     let path = dir.join("key_transforms.safetensors");
     sidecar.save(&path).expect("saved");
     path
+}
+
+/// T_K (k − μ) is T_K applied to k − μ, up to the rounding of both ways in f32.
+#[test]
+fn means_are_taken_from_keys() {
+    let (n_kv, d) = (2, 64);
+    let mut sidecar = sidecar(n_kv, d);
+    let plain = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar).expect("an inverse pair");
+    let means = Numbers::new(5).take(n_kv * d);
+    sidecar.layers.get_mut(&0).expect("a layer").key_mean = Some(means.clone());
+    let centered = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar).expect("an inverse pair");
+    let mut found = Numbers::new(6).take(3 * n_kv * d);
+    let mut expected: Vec<f32> = found.iter().enumerate().map(|(at, k)| k - means[at % (n_kv * d)]).collect();
+    centered.transform_keys(0, &mut found).expect("whole");
+    plain.transform_keys(0, &mut expected).expect("whole");
+    let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    for (x, y) in found.iter().zip(&expected) {
+        // Sums of d products a way, each rounded to f32: d·ε of numbers that are at most some times the largest.
+        assert!((x - y).abs() <= d as f32 * f32::EPSILON * largest, "{x} against {y}, the largest {largest}");
+    }
 }
 
 #[test]
