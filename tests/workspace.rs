@@ -31,8 +31,11 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wush-transform",
             "wush-fold",
             "wush-inspect",
+            "wush-quant",
+            "wush-eval",
         ],
     ),
+    ("wush-eval", &["wush-format", "wush-model", "wush-quant"]),
     ("wush", &["wush-pipeline"]),
 ];
 

@@ -7,6 +7,7 @@ mod bundle;
 mod cli;
 mod common;
 mod errors;
+mod eval;
 mod interrupt;
 mod robust;
 mod stages;

@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 
 use wush_checkpoint::CheckpointError;
 use wush_data::DataError;
+use wush_eval::EvalError;
 use wush_fold::FoldError;
 use wush_format::FormatError;
+use wush_format::hash::Sha;
 use wush_inspect::InspectError;
 use wush_model::ModelError;
+use wush_quant::QuantError;
 use wush_stats::StatsError;
 use wush_transform::TransformError;
 
@@ -67,6 +70,12 @@ pub enum PipelineError {
     /// The audit.
     #[error(transparent)]
     Inspect(#[from] InspectError),
+    /// An evaluation.
+    #[error(transparent)]
+    Eval(#[from] EvalError),
+    /// A quantizer.
+    #[error(transparent)]
+    Quant(#[from] QuantError),
     /// The solver, with the head that it failed on.
     #[error("layer {layer}, KV head {head}, {role} transform: {source}")]
     Solve {
@@ -273,6 +282,16 @@ pub enum PipelineError {
         /// What `--resume` continues from; none where the command has no such option.
         kept: Option<Kept>,
     },
+    /// Statistics or sidecars that belong to other weights.
+    #[error("{path}: belongs to weights with hash {found}, and the model's is {expected}")]
+    OtherWeights {
+        /// The file.
+        path: PathBuf,
+        /// The hash that it states.
+        found: Sha,
+        /// The model's.
+        expected: Sha,
+    },
     /// The stage in which one of the above happened.
     #[error("{stage}: {source}")]
     Stage {
@@ -295,6 +314,8 @@ impl PipelineError {
             Self::Stats(e) => e.hint(),
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
+            Self::Eval(e) => e.hint(),
+            Self::Quant(e) => e.hint().map(str::to_owned),
             Self::Solve { source, .. } => source.hint(),
             Self::NotGathered { option, .. } => {
                 Some(format!("calibrate with {option}; `wush convert` does so by itself"))
@@ -337,6 +358,7 @@ impl PipelineError {
             Self::OtherModel { .. } | Self::LongCalibration { .. } => {
                 own("pass the checkpoint that the transforms were made from")
             }
+            Self::OtherWeights { .. } => own("pass the file that was made from this model"),
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
             Self::Interrupted { kept } => kept.as_ref().and_then(|kept| match kept.done {
                 0 => own(NOTHING_SAVED),
@@ -372,6 +394,7 @@ impl PipelineError {
             | Self::Checkpoint(CheckpointError::Interrupted)
             | Self::Data(DataError::Interrupted)
             | Self::Model(ModelError::Interrupted)
+            | Self::Eval(EvalError::Model(ModelError::Interrupted))
             | Self::Stats(StatsError::Interrupted)
             | Self::Fold(FoldError::Interrupted)
             | Self::Inspect(InspectError::Interrupted) => true,

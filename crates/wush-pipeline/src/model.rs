@@ -47,15 +47,24 @@ impl Model {
     /// # Errors
     /// `NoCuda`, `ModelName`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
     pub fn resolve(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
+        let model = Self::resolve_any(request, env)?;
+        match model.checkpoint.is_bundle() {
+            true => Err(PipelineError::AlreadyFolded { path: model.dir().to_owned() }),
+            false => Ok(model),
+        }
+    }
+
+    /// The same for a checkpoint or a bundle.
+    ///
+    /// # Errors
+    /// As [`Model::resolve`], but for `AlreadyFolded`.
+    pub fn resolve_any(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
         let device = Device::pick(&request.device)?;
         let found = find(&request.model, env)?;
         if !is_plain(&found.id) {
             return Err(PipelineError::ModelName { name: shown(&found.id) });
         }
         let checkpoint = Checkpoint::open(&found.dir)?;
-        if checkpoint.is_bundle() {
-            return Err(PipelineError::AlreadyFolded { path: found.dir });
-        }
         // What cannot be copied is found now, not after hours.
         checkpoint.other_files()?;
         let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;

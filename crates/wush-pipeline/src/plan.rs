@@ -25,8 +25,7 @@ use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
 use announce::{describe_calibration, describe_memory, describe_model, describe_time, describe_verification};
 pub use calibration::CalibrationPlan;
-pub(crate) use calibration::n_tokens;
-use calibration::{Purpose, load_sequences, longest};
+pub(crate) use calibration::{Purpose, load_sequences, longest, n_tokens};
 pub(crate) use verification::VERIFY_TOKENS;
 pub use verification::{Unchecked, VerifyPlan};
 
@@ -36,6 +35,10 @@ pub const DEFAULT_CALIB: &str = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*";
 pub const DEFAULT_TEXT_FIELD: &str = "text";
 /// Tokens a sequence, where the model goes that far: the paper's.
 pub const DEFAULT_SEQ_LEN: usize = 32_768;
+/// Tokens of an evaluation's windows: the paper's.
+pub const DEFAULT_EVAL_SEQ_LEN: usize = 2048;
+/// Transforms that an evaluation compares.
+pub const DEFAULT_EVAL_TRANSFORMS: [&str; 3] = ["identity", "hadamard", "wush"];
 /// Damping γ of Eq. 1: the paper's.
 pub const DEFAULT_DAMPING: f64 = 0.01;
 /// The method.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use wush_eval::Protocol;
 use wush_format::hash::Sha;
 use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, LayerReport, Solve};
 
@@ -273,4 +274,46 @@ impl DemoReport {
     pub fn passed(&self) -> bool {
         self.convert.verdict == Verdict::Ok && self.inspect.verdict == wush_inspect::Verdict::Ok
     }
+}
+
+/// What `wush eval ppl` found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct EvalPplReport {
+    /// The model, or the bundle.
+    pub model: ModelInfo,
+    /// The text: file name or hub id.
+    pub text: String,
+    /// Sequences scored, each from an empty cache.
+    pub sequences: u64,
+    /// Tokens of the longest.
+    pub seq_len: u64,
+    /// How they entered the cache.
+    pub protocol: Protocol,
+    /// What the transforms were calibrated on; none where no transform needed it, or for a bundle.
+    pub calibration: Option<Calibration>,
+    /// Unquantized first, then transform by transform, quantizer by quantizer, bits by bits.
+    pub rows: Vec<PerplexityRow>,
+    /// What the reader of the numbers should know.
+    pub notes: Vec<String>,
+    /// Duration of the whole run.
+    pub seconds: f64,
+}
+
+/// One cache and what it costs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PerplexityRow {
+    /// Name in the transform registry; "bundle" for a bundle's own; "none" without quantization.
+    pub transform: String,
+    /// The quantizer as it was asked for; "none" without quantization.
+    pub quantizer: String,
+    /// Bits of a code; 16 without quantization.
+    pub bits: u8,
+    /// e^nll.
+    pub ppl: f64,
+    /// Mean negative log likelihood, nats a token.
+    pub nll: f64,
+    /// Tokens scored.
+    pub tokens: u64,
 }

@@ -7,9 +7,11 @@ use std::str::FromStr;
 
 pub use wush_checkpoint::hub::HubOptions;
 pub use wush_data::CalibSource;
+pub use wush_eval::Protocol;
 pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;
 pub use wush_model::arch::RopeScaling;
+pub use wush_quant::{Bits, Method};
 use wush_transform::Needs;
 
 use crate::PipelineError;
@@ -476,4 +478,25 @@ mod tests {
         assert_eq!(Device::pick(&DeviceChoice::Auto).expect("the CPU is always there"), Device::Cpu);
         assert!("gpu".parse::<DeviceChoice>().is_err());
     }
+}
+
+/// `wush eval ppl`.
+#[derive(Debug, Clone)]
+pub struct EvalPplRequest {
+    /// The model, or a bundle.
+    pub model: ModelRequest,
+    /// The text to score.
+    pub text: CalibrationRequest,
+    /// How it enters the cache.
+    pub protocol: Protocol,
+    /// Bits of a code.
+    pub bits: Vec<Bits>,
+    /// Quantizers.
+    pub quantizers: Vec<Method>,
+    /// `--transform`: names of the registry; none for a bundle.
+    pub transforms: Option<Vec<String>>,
+    /// How transforms are solved.
+    pub settings: SolveSettings,
+    /// `--stats`: the statistics file that they are solved from.
+    pub statistics: Option<PathBuf>,
 }

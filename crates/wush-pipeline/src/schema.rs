@@ -3,7 +3,9 @@
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use wush_format::manifest::Manifest;
 
-use crate::report::{CalibrateReport, ConvertReport, DemoReport, MergeReport, SolveReport, UnfoldReport};
+use crate::report::{
+    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, MergeReport, SolveReport, UnfoldReport,
+};
 
 /// One schema: `schemas/{name}.json`.
 #[derive(Clone, Copy)]
@@ -18,6 +20,7 @@ pub const SCHEMAS: &[NamedSchema] = &[
     NamedSchema { name: "calibrate", make: make::<CalibrateReport> },
     NamedSchema { name: "convert", make: make::<ConvertReport> },
     NamedSchema { name: "demo", make: make::<DemoReport> },
+    NamedSchema { name: "eval-ppl", make: make::<EvalPplReport> },
     NamedSchema { name: "fold", make: make::<ConvertReport> },
     NamedSchema { name: "inspect", make: make::<wush_inspect::Report> },
     NamedSchema { name: "manifest", make: make::<Manifest> },

@@ -57,6 +57,15 @@ impl From<Bits> for u8 {
     }
 }
 
+impl FromStr for Bits {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = |bits: &Self| text.parse() == Ok(bits.get());
+        Self::ALL.into_iter().find(known).ok_or_else(|| "expected 2, 3, 4 or 8".to_owned())
+    }
+}
+
 /// How scale and zero point are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "lowercase"))]

@@ -3,6 +3,8 @@
 
 #![expect(rustdoc::broken_intra_doc_links, reason = "the comments are help texts, printed as they stand")]
 
+mod eval;
+
 use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
@@ -13,6 +15,8 @@ use wush_pipeline::request::{
     FoldRequest, Gather, HessianChoice, InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling,
     SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
 };
+
+pub use eval::{EvalArgs, EvalCommand};
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
 pub const EXIT_CODES: &str =
@@ -74,6 +78,8 @@ pub enum Command {
     Unfold(UnfoldArgs),
     /// Say what a bundle, transforms or statistics file is, and whether it can be trusted
     Inspect(InspectArgs),
+    /// Measure what a quantized cache costs
+    Eval(EvalArgs),
     /// A tour on the bundled model, offline, in about a minute
     Demo(DemoArgs),
     /// Print the JSON Schema of a report or of the manifest

@@ -15,7 +15,7 @@ use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
 use wush_pipeline::{PipelineError, printable};
 
-use crate::cli::{Cli, Command, Format, GlobalArgs};
+use crate::cli::{Cli, Command, EvalCommand, Format, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
 use crate::render::Report;
 
@@ -52,6 +52,9 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Fold(args) => emit(&wush_pipeline::fold(&args.request(), &env)?, format),
         Command::Unfold(args) => emit(&wush_pipeline::unfold(&args.request(), &env)?, format),
         Command::Inspect(args) => emit(&wush_pipeline::inspect(&args.request(), &env)?, format),
+        Command::Eval(args) => match args.command {
+            EvalCommand::Ppl(args) => emit(&wush_pipeline::eval_ppl(&args.request(), &env)?, format),
+        },
         Command::Demo(args) => {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)

@@ -7,9 +7,10 @@ use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
-    CalibrateReport, ConvertReport, DemoReport, Gain, MergeReport, SolveReport, UnfoldReport, Verdict, WrittenDir,
-    WrittenFile,
+    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, Gain, MergeReport, PerplexityRow, SolveReport,
+    UnfoldReport, Verdict, WrittenDir, WrittenFile,
 };
+use wush_pipeline::request::Protocol;
 use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, human_time, printable, ratio, shell_word};
 
 /// A report that the program can print.
@@ -110,6 +111,30 @@ impl Report for wush_pipeline::audit::Report {
 
     fn passed(&self) -> bool {
         self.verdict == wush_pipeline::audit::Verdict::Ok
+    }
+}
+
+impl Report for EvalPplReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &format!("{} ({}, {} layers)", self.model.id, self.model.family, self.model.n_layers));
+        let windows = counted(self.sequences, "window");
+        text.row("text", &format!("{}: {windows} of up to {} tokens", self.text, self.seq_len));
+        let Protocol { chunk, sink, keep, flush } = self.protocol;
+        text.row("cache", &format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}"));
+        text.calibration(self.calibration.as_ref());
+        text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
+        text.notes(&self.notes);
+        let _ = writeln!(
+            text.0,
+            "\n{:<16} {:<14} {:>4} {:>12} {:>10}",
+            "transform", "quantizer", "bits", "perplexity", "nll"
+        );
+        for row in &self.rows {
+            let PerplexityRow { transform, quantizer, bits, ppl, nll, .. } = row;
+            let _ = writeln!(text.0, "{transform:<16} {quantizer:<14} {bits:>4} {ppl:>12.4} {nll:>10.5}");
+        }
+        text.0
     }
 }
 

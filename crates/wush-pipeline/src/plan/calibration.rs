@@ -9,7 +9,7 @@ use wush_format::text::is_plain;
 use wush_stats::StatsInfo;
 
 use crate::model::Model;
-use crate::plan::DEFAULT_SEQ_LEN;
+use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN};
 use crate::request::{CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
 use crate::{PipelineError, Result};
 
@@ -71,6 +71,8 @@ impl CalibrationPlan {
 pub(crate) enum Purpose {
     /// Statistics, and the equivalence check on the first of them: as many and as long as was asked for.
     Statistics,
+    /// Scoring: as many as was asked for, of [`DEFAULT_EVAL_SEQ_LEN`] tokens unless another length was.
+    Score,
     /// The equivalence check alone: at most `sequences`, of `seq_len` tokens unless another length was asked for.
     Check { sequences: usize, seq_len: usize },
 }
@@ -104,6 +106,7 @@ pub(crate) fn load_sequences(
     }
     let (at_most, default_len) = match purpose {
         Purpose::Statistics => (None, DEFAULT_SEQ_LEN),
+        Purpose::Score => (None, DEFAULT_EVAL_SEQ_LEN),
         Purpose::Check { sequences, seq_len } => (Some(sequences), seq_len),
     };
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };

@@ -1,0 +1,172 @@
+//! A quantized cache as an attention product: what a pass reads instead of its own keys and values.
+//!
+//! Tokens go through the runtime's codec, bytes included, but a whole sequence at a time and not in pages: the same codes,
+//! scales and zero points, and so the same numbers as the runtime's cache but for the order of sums.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+use wush_model::attention::{AttentionProduct, Place};
+use wush_model::backend::{AttentionShape, Backend};
+use wush_model::cpu::{Cpu, KeysValues, Rows, windowed};
+use wush_model::spec::ModelSpec;
+use wush_model::{ModelError, Result as ModelResult};
+use wush_quant::{Codec, Feedback};
+
+use crate::windows::Protocol;
+use crate::{EvalError, Result};
+
+/// Tokens that one task packs.
+const TOKENS_PER_TASK: usize = 64;
+
+/// How keys or values of one layer are cached.
+#[derive(Debug, Clone)]
+pub struct Side {
+    /// T, `[n_kv, d, d]`.
+    pub transform: Vec<f32>,
+    /// What undoes it for the reader, `[n_kv, d, d]`: T_K^{-T} for queries, T_V^{-1} for outputs.
+    pub reader: Vec<f32>,
+    /// Subtracted from every key first, `[n_kv, d]`.
+    pub mean: Option<Vec<f32>>,
+    /// The quantizer.
+    pub codec: Codec,
+    /// Error feedback, one a KV head.
+    pub feedback: Option<Vec<Feedback>>,
+}
+
+/// How one layer is cached; a side that is absent stays as it is.
+#[derive(Debug, Clone)]
+pub struct LayerCache {
+    /// Keys.
+    pub keys: Option<Side>,
+    /// Values.
+    pub values: Option<Side>,
+}
+
+/// A cache for every layer of a model.
+pub struct QuantizedCache {
+    layers: Vec<(Option<OnDevice>, Option<OnDevice>)>,
+    protocol: Protocol,
+}
+
+/// A side with its matrices as the backend wants them.
+struct OnDevice {
+    transform: Rows,
+    reader: Rows,
+    mean: Option<Vec<f32>>,
+    codec: Codec,
+    feedback: Option<Vec<Feedback>>,
+}
+
+impl QuantizedCache {
+    /// Checks every matrix against the model.
+    ///
+    /// # Errors
+    /// `Shape` naming layer and tensor.
+    pub fn new(spec: &ModelSpec, layers: Vec<LayerCache>, protocol: Protocol) -> Result<Self> {
+        if layers.len() != spec.layers.len() {
+            let (expected, found) = (spec.layers.len(), layers.len());
+            return Err(EvalError::Shape { layer: found, what: "the list of layers", expected, found });
+        }
+        let on_device = |layer: usize, side: Option<Side>| {
+            let attn = &spec.layers[layer].attn;
+            side.map(|side| OnDevice::new(layer, side, attn.n_kv_heads, attn.head_dim)).transpose()
+        };
+        let checked = layers.into_iter().enumerate().map(|(id, layer)| {
+            let LayerCache { keys, values } = layer;
+            Ok((on_device(id, keys)?, on_device(id, values)?))
+        });
+        Ok(Self { layers: checked.collect::<Result<_>>()?, protocol })
+    }
+}
+
+impl OnDevice {
+    fn new(layer: usize, side: Side, n_kv_heads: usize, dim: usize) -> Result<Self> {
+        let Side { transform, reader, mean, codec, feedback } = side;
+        let check = |what, expected: usize, found: usize| match expected == found {
+            true => Ok(()),
+            false => Err(EvalError::Shape { layer, what, expected, found }),
+        };
+        check("the transform", n_kv_heads * dim * dim, transform.len())?;
+        check("the reader's transform", n_kv_heads * dim * dim, reader.len())?;
+        check("the mean key", n_kv_heads * dim, mean.as_ref().map_or(n_kv_heads * dim, Vec::len))?;
+        check("the head dimension of the quantizer", dim, codec.layout().head_dim())?;
+        check("the list of feedback matrices", n_kv_heads, feedback.as_ref().map_or(n_kv_heads, Vec::len))?;
+        let on_device = |data: &[f32]| Cpu.head_matrices(n_kv_heads, dim, data);
+        let (transform, reader) = (on_device(&transform), on_device(&reader));
+        Ok(Self { transform, reader, mean, codec, feedback })
+    }
+
+    /// `T (x − μ)`, exact.
+    fn transformed(&self, x: &Rows) -> Rows {
+        let dim = self.codec.layout().head_dim();
+        match &self.mean {
+            None => Cpu.transform_heads(x, &self.transform, dim),
+            Some(mean) => {
+                let mut centred = x.clone();
+                centred.data.par_chunks_mut(TOKENS_PER_TASK * x.width).for_each(|rows| {
+                    rows.chunks_exact_mut(mean.len())
+                        .for_each(|row| row.iter_mut().zip(mean).for_each(|(x, m)| *x -= m));
+                });
+                Cpu.transform_heads(&centred, &self.transform, dim)
+            }
+        }
+    }
+
+    /// The rows at `positions` as the packed cache gives them back; the others are left zero.
+    fn quantized(&self, x: &Rows, positions: Range<usize>) -> Result<Rows, wush_quant::QuantError> {
+        let dim = self.codec.layout().head_dim();
+        let mut out = Rows::zeros(x.n_rows, x.width);
+        let into = &mut out.data[positions.start * x.width..positions.end * x.width];
+        let tasks = into
+            .par_chunks_mut(TOKENS_PER_TASK * x.width)
+            .zip(x.slice(positions).par_chunks(TOKENS_PER_TASK * x.width));
+        tasks.try_for_each_init(Vec::new, |scratch: &mut Vec<f32>, (out, x_rows)| {
+            let n_rows = x_rows.len() / x.width;
+            let mut packed = vec![0; n_rows * self.codec.layout().n_bytes()];
+            for head in 0..x.width / dim {
+                let column = head * dim..(head + 1) * dim;
+                scratch.clear();
+                x_rows.chunks_exact(x.width).for_each(|row| scratch.extend_from_slice(&row[column.clone()]));
+                match &self.feedback {
+                    Some(feedback) => self.codec.pack_with_feedback(scratch, &feedback[head], &mut packed)?,
+                    None => self.codec.pack(scratch, &mut packed)?,
+                }
+                self.codec.unpack(&packed, scratch)?;
+                let rows = out.chunks_exact_mut(x.width).zip(scratch.chunks_exact(dim));
+                rows.for_each(|(row, head)| row[column.clone()].copy_from_slice(head));
+            }
+            Ok(())
+        })?;
+        Ok(out)
+    }
+}
+
+impl AttentionProduct<Cpu> for QuantizedCache {
+    fn attend(&self, backend: &Cpu, place: Place, qkv: [&Rows; 3], shape: &AttentionShape) -> ModelResult<Rows> {
+        let [q, k, v] = qkv;
+        let chunks = self.protocol.chunks(q.n_rows);
+        let positions = self.protocol.sink..chunks.last().map_or(0, |chunk| chunk.quantized.end);
+        let (keys, values) = &self.layers[place.layer];
+        if positions.is_empty() || (keys.is_none() && values.is_none()) {
+            return Ok(backend.attention(q, k, v, shape));
+        }
+        let refused = |what| move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
+        let of = |side: &OnDevice, x: &Rows| -> Result<_, wush_quant::QuantError> {
+            let exact = side.transformed(x);
+            let quantized = side.quantized(&exact, positions.clone())?;
+            Ok((exact, quantized))
+        };
+        let cached_keys = keys.as_ref().map(|side| of(side, k)).transpose().map_err(refused("keys"))?;
+        let cached_values = values.as_ref().map(|side| of(side, v)).transpose().map_err(refused("values"))?;
+        let (k, kq) = cached_keys.as_ref().map_or((k, k), |(exact, quantized)| (exact, quantized));
+        let (v, vq) = cached_values.as_ref().map_or((v, v), |(exact, quantized)| (exact, quantized));
+        let queries = keys.as_ref().map(|side| backend.transform_heads(q, &side.reader, shape.head_dim));
+        let (exact, quantized) = (KeysValues { keys: k, values: v }, KeysValues { keys: kq, values: vq });
+        let out = windowed(queries.as_ref().unwrap_or(q), exact, quantized, shape, &chunks);
+        Ok(match values {
+            None => out,
+            Some(side) => backend.transform_heads(&out, &side.reader, shape.head_dim),
+        })
+    }
+}

@@ -1,0 +1,45 @@
+//! What can go wrong.
+
+use wush_model::ModelError;
+use wush_quant::QuantError;
+
+/// Result with an [`EvalError`].
+pub type Result<T, E = EvalError> = std::result::Result<T, E>;
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// The forward pass failed.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A quantizer refused its parameters.
+    #[error(transparent)]
+    Quant(#[from] QuantError),
+    /// Matrices or vectors of a cache that are not the model's.
+    #[error("layer {layer}: {what} has {found} values, and the model needs {expected}")]
+    Shape {
+        /// Global layer id.
+        layer: usize,
+        /// Which tensor.
+        what: &'static str,
+        /// Number of values for the model's heads.
+        expected: usize,
+        /// Number of values given.
+        found: usize,
+    },
+    /// No token to score.
+    #[error("nothing to score: every sequence has fewer than two tokens")]
+    NothingToScore,
+}
+
+impl EvalError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Model(error) => error.hint(),
+            Self::Quant(error) => error.hint().map(str::to_owned),
+            Self::Shape { .. } => Some("solve the transforms on statistics of this model".to_owned()),
+            Self::NothingToScore => Some("pass a longer text or a smaller --seq-len".to_owned()),
+        }
+    }
+}

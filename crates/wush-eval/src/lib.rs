@@ -1,0 +1,14 @@
+//! What a quantized KV cache costs: perplexity through it (Section 5.2).
+//!
+//! Enters: a decoder, token sequences, and a cache: transforms and quantizers of every layer. Leaves: numbers. Whole
+//! sequences pass through a layer at once ([`cache`]): their keys and values are packed and unpacked with the runtime's
+//! codec, and every chunk of queries reads packed and exact tokens as Algorithm 2 has them at that moment.
+
+pub mod cache;
+pub mod perplexity;
+
+mod error;
+mod windows;
+
+pub use error::{EvalError, Result};
+pub use windows::Protocol;
