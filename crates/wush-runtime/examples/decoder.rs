@@ -7,7 +7,7 @@
 //! `DIR` is a Qwen3 checkpoint or a bundle made of one (the demo model unless given). The prompt is continued twice, with the
 //! cache unquantized and at 2 bits. The decoder is as plain as can be: what matters is in `Decoder::attention`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -72,6 +72,7 @@ fn generate(decoder: &Decoder, cache: &mut KvCache, prompt: &[u32]) -> Result<Ve
 }
 
 struct Decoder {
+    dir: PathBuf,
     config: serde_json::Value,
     embedding: Vec<f32>,
     layers: Vec<Layer>,
@@ -118,7 +119,7 @@ impl Decoder {
         let n_layers = size(&config, "num_hidden_layers")?;
         let layers = (0..n_layers).map(layer).collect::<Result<_>>()?;
         let (embedding, norm) = (tensor("model.embed_tokens.weight")?, tensor("model.norm.weight")?);
-        Ok(Self { embedding, layers, norm, transforms, config })
+        Ok(Self { dir: dir.to_owned(), embedding, layers, norm, transforms, config })
     }
 
     /// An empty cache of this model, with the windows of the paper's perplexity study.
@@ -135,7 +136,10 @@ impl Decoder {
         if let Some(transforms) = &self.transforms {
             transforms.check(&config)?;
         }
-        Ok(KvCache::new(config)?)
+        let mut cache = KvCache::new(config)?;
+        // What the encoder may use to lose less; reading is the same.
+        cache.set_feedback_of_bundle(&self.dir)?;
+        Ok(cache)
     }
 
     /// Logits after the last of `tokens`, which follow what the cache holds of the sequence.

@@ -67,7 +67,9 @@ pub enum RuntimeError {
         excess: f64,
     },
     /// A sidecar's heads are not those of the cache.
-    #[error("key transforms of layer {layer}: expected {expected:?} (KV heads, head dimension), found {found:?}")]
+    #[error(
+        "transforms or feedback of layer {layer}: expected {expected:?} (KV heads, head dimension), found {found:?}"
+    )]
     OtherHeads {
         /// Layer.
         layer: usize,

@@ -1,16 +1,17 @@
-//! The key sidecar of a bundle, and its two products: `T_K (k − μ)` for new keys and `T_K^{-T} q` for queries, both after RoPE
-//! (Algorithm 2, line 3). Enters: batches `[tokens, heads, d]`, f32. Leaves: the same, in place.
+//! What a bundle holds for the runtime: the key sidecar and its two products, `T_K (k − μ)` for new keys and `T_K^{-T} q` for
+//! queries, both after RoPE (Algorithm 2, line 3), and the encoder's feedback. Enters: batches `[tokens, heads, d]`, f32. Leaves:
+//! the same, in place.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, WUSH_DIR};
+use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::Manifest;
 
 use crate::cache::check_length;
 use crate::config::CacheConfig;
-use crate::{Result, RuntimeError, kernels, threads};
+use crate::{KvCache, Result, RuntimeError, kernels, threads};
 
 /// Tokens whose keys or queries of one head are gathered at a time.
 const BLOCK_TOKENS: usize = 64;
@@ -30,7 +31,7 @@ struct LayerTransforms {
     key: Vec<f32>,
     /// `T_K^{-T}`.
     query: Vec<f32>,
-    /// `T_K μ`, `[n_kv, d]`, where keys are centred.
+    /// μ, `[n_kv, d]`, where keys are centred.
     mean: Option<Vec<f32>>,
 }
 
@@ -42,12 +43,7 @@ impl KeyTransforms {
     /// # Errors
     /// `Format`; `OtherModel`; `NotInverse` when queries would not undo what keys got.
     pub fn load(path: &Path, model_hash: Sha) -> Result<Self> {
-        let sidecar = KeySidecar::load(path)?;
-        if sidecar.model_hash != model_hash {
-            let (path, found) = (path.to_owned(), sidecar.model_hash);
-            return Err(RuntimeError::OtherModel { path, expected: model_hash, found });
-        }
-        Self::from_sidecar(path, &sidecar)
+        Self::from_sidecar(path, &load_sidecar(path, model_hash)?)
     }
 
     /// The transforms of a bundle, whose manifest names the weights that they must belong to. The weights themselves are not
@@ -94,16 +90,8 @@ impl KeyTransforms {
     /// # Errors
     /// `NoLayer`, `OtherHeads`.
     pub fn check(&self, config: &CacheConfig) -> Result<()> {
-        for (&layer, entry) in &self.layers {
-            let last = config.layers.len().saturating_sub(1);
-            let of_cache = config.layers.get(layer).ok_or(RuntimeError::NoLayer { layer, last })?;
-            let expected = (of_cache.n_kv_heads, of_cache.head_dim);
-            let found = (entry.n_kv_heads, entry.head_dim);
-            if expected != found {
-                return Err(RuntimeError::OtherHeads { layer, expected, found });
-            }
-        }
-        Ok(())
+        let mut layers = self.layers.iter();
+        layers.try_for_each(|(&layer, entry)| check_heads(config, layer, (entry.n_kv_heads, entry.head_dim)))
     }
 
     /// `T_K (k − μ)` in place; `keys`: `[tokens, n_kv, d]`, after RoPE. Sums in f32.
@@ -114,10 +102,11 @@ impl KeyTransforms {
         let entry = self.layer(layer)?;
         let width = entry.n_kv_heads * entry.head_dim;
         check_length(layer, "keys [tokens, KV heads, head dimension]", keys.len() / width * width, keys.len())?;
-        entry.apply(&entry.key, keys, width);
         if let Some(mean) = &entry.mean {
+            // Before the product: what is left of a key is small beside its mean, and would drown in the sums' rounding.
             keys.chunks_exact_mut(width).for_each(|key| key.iter_mut().zip(mean).for_each(|(k, m)| *k -= m));
         }
+        entry.apply(&entry.key, keys, width);
         Ok(())
     }
 
@@ -141,6 +130,32 @@ impl KeyTransforms {
     }
 }
 
+impl KvCache {
+    /// Gives the encoder the feedback matrices of a bundle, where it has some: see [`KvCache::set_feedback`]. Returns whether
+    /// it has.
+    ///
+    /// # Errors
+    /// `Format`; `OtherModel` for files of other weights than the manifest's; `NoLayer`, `OtherHeads`; `Quant` for a matrix that
+    /// is not unit lower triangular. Layers before the one at fault have their matrices then.
+    pub fn set_feedback_of_bundle(&mut self, bundle: &Path) -> Result<bool> {
+        let folder = bundle.join(WUSH_DIR);
+        let path = folder.join(VALUE_FEEDBACK);
+        if !path.exists() {
+            return Ok(false);
+        }
+        let hash = Manifest::load(&folder.join(MANIFEST))?.basis.model_hash;
+        let values = ValueFeedback::load(&path)?;
+        check_model(&path, hash, values.model_hash)?;
+        let keys = load_sidecar(&folder.join(KEY_TRANSFORMS), hash)?;
+        for (&layer, entry) in &values.layers {
+            check_heads(self.config(), layer, (entry.n_kv_heads, entry.head_dim))?;
+            let of_keys = keys.layers.get(&layer).and_then(|entry| entry.key_feedback.as_deref());
+            self.set_feedback(layer, of_keys, Some(&entry.value_feedback))?;
+        }
+        Ok(true)
+    }
+}
+
 impl LayerTransforms {
     fn new(entry: &KeyLayer) -> Self {
         Self {
@@ -148,7 +163,7 @@ impl LayerTransforms {
             head_dim: entry.head_dim,
             key: entry.key.clone(),
             query: entry.query.clone(),
-            mean: entry.key_mean.as_deref().map(|means| transformed_means(entry, means)),
+            mean: entry.key_mean.clone(),
         }
     }
 
@@ -173,14 +188,25 @@ impl LayerTransforms {
     }
 }
 
-/// T_K μ of every head, summed in f64; `means`: `[n_kv, d]`.
-fn transformed_means(entry: &KeyLayer, means: &[f32]) -> Vec<f32> {
-    let d = entry.head_dim;
-    let row = |(at, row): (usize, &[f32])| {
-        let mean = &means[at / d * d..][..d];
-        row.iter().zip(mean).map(|(&t, &m)| f64::from(t) * f64::from(m)).sum::<f64>() as f32
-    };
-    entry.key.chunks_exact(d).enumerate().map(row).collect()
+fn load_sidecar(path: &Path, model_hash: Sha) -> Result<KeySidecar> {
+    let sidecar = KeySidecar::load(path)?;
+    check_model(path, model_hash, sidecar.model_hash)?;
+    Ok(sidecar)
+}
+
+fn check_model(path: &Path, expected: Sha, found: Sha) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(RuntimeError::OtherModel { path: path.to_owned(), expected, found })
+}
+
+/// `(KV heads, head dimension)` of a file against the cache's.
+fn check_heads(config: &CacheConfig, layer: usize, found: (usize, usize)) -> Result<()> {
+    let last = config.layers.len().saturating_sub(1);
+    let of_cache = config.layers.get(layer).ok_or(RuntimeError::NoLayer { layer, last })?;
+    let expected = (of_cache.n_kv_heads, of_cache.head_dim);
+    if expected == found { Ok(()) } else { Err(RuntimeError::OtherHeads { layer, expected, found }) }
 }
 
 /// Refuses a head whose `key · queryᵀ` is not the identity within the rounding of both.

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use wush_format::bundle::{KeyLayer, KeySidecar};
+use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback};
 use wush_format::hash::Sha;
+use wush_format::manifest::{Basis, FoldReport, MANIFEST_VERSION, Manifest, Solve, Source, Status};
 use wush_runtime::{CacheConfig, Chunk, KeyTransforms, KvCache, Part, Precision, RuntimeError, Windows};
 
 use crate::common::{Numbers, config, layer};
@@ -98,9 +99,18 @@ fn check(matrices: &[f32], before: &[f32], after: &[f32], (n_kv, group, d): (usi
 #[test]
 fn attention_does_not_change() {
     /// Both factors are rounded to f32 (their product is off by 2⁻²³ of |key||query|ᵀ, condition number about 10 here) and
-    /// products sum 64 terms in f32: logits move by less than 1e-5 of values in ±4.
+    /// products sum 64 terms in f32: logits move by less than 1e-5, and outputs of values in ±4 by less than that times 8. A mean
+    /// moves all logits of a query alike, so it changes nothing either.
     const TRANSFORMED_TOL: f32 = 1e-4;
-    let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar(2, 64)).expect("an inverse pair");
+    let mut sidecar = sidecar(2, 64);
+    for mean in [None, Some(Numbers::new(6).take(2 * 64))] {
+        sidecar.layers.get_mut(&0).expect("there").key_mean = mean;
+        let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar).expect("an inverse pair");
+        attends_alike(&transforms, TRANSFORMED_TOL);
+    }
+}
+
+fn attends_alike(transforms: &KeyTransforms, tol: f32) {
     let plain = layer(6, 2, 64, [16, 16]);
     let mut cache = KvCache::new(config(plain, Windows::STUDY, 64)).expect("valid");
     transforms.check(cache.config()).expect("it fits");
@@ -115,7 +125,7 @@ fn attention_does_not_change() {
         transforms.transform_queries(0, 6, &mut queries).expect("whole");
     }
     for (a, b) in outs[0].iter().zip(&outs[1]) {
-        assert!((a - b).abs() <= TRANSFORMED_TOL, "{a} and {b}");
+        assert!((a - b).abs() <= tol, "{a} and {b}");
     }
 }
 
@@ -149,6 +159,81 @@ fn wrong_sidecars_are_refused() {
     assert!(matches!(KeyTransforms::load(&path, HASH), Err(RuntimeError::Format(_))));
 }
 
+/// Unit lower triangular matrices `[n, d, d]`.
+fn lower(n: usize, d: usize) -> Vec<f32> {
+    let mut numbers = Numbers::new(12);
+    let element = |at: usize| match (at / d % d).cmp(&(at % d)) {
+        std::cmp::Ordering::Less => 0.0,
+        std::cmp::Ordering::Equal => 1.0,
+        std::cmp::Ordering::Greater => 0.2 * numbers.take(1)[0],
+    };
+    (0..n * d * d).map(element).collect()
+}
+
+/// A bundle's folder as far as the runtime reads it.
+fn bundle(dir: &Path, keys: &KeySidecar, values: Option<&ValueFeedback>) {
+    let folder = dir.join("wush");
+    std::fs::create_dir_all(&folder).expect("created");
+    keys.save(&folder.join("key_transforms.safetensors")).expect("saved");
+    if let Some(values) = values {
+        values.save(&folder.join("value_feedback.safetensors")).expect("saved");
+    }
+    let manifest = Manifest {
+        format_version: MANIFEST_VERSION,
+        tool: "wush".to_owned(),
+        status: Status::Complete,
+        source: Source {
+            id: "model".to_owned(),
+            revision: None,
+            family: "llama".to_owned(),
+            model_hash: Sha([1; 32]),
+            files: Vec::new(),
+        },
+        basis: Basis { kind: "folded-values".to_owned(), model_hash: HASH },
+        solve: Solve::as_published("wush"),
+        calibration: None,
+        layers: Vec::new(),
+        fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 0 },
+        equivalence: None,
+        files: Vec::new(),
+    };
+    manifest.save(&folder.join("manifest.json")).expect("saved");
+}
+
+#[test]
+fn a_bundle_gives_its_transforms_and_its_feedback() {
+    let dir = tempfile::tempdir().expect("room");
+    let (mut keys, config) = (sidecar(2, 32), config(layer(4, 2, 32, [2, 2]), Windows::STUDY, 64));
+    let mut cache = KvCache::new(config.clone()).expect("valid");
+    bundle(dir.path(), &keys, None);
+    assert_eq!(KeyTransforms::of_bundle(dir.path()).expect("good").model_hash(), HASH);
+    assert!(!cache.set_feedback_of_bundle(dir.path()).expect("none there"));
+
+    let of_layer = |n_kv_heads, head_dim, value_feedback| FeedbackLayer { n_kv_heads, head_dim, value_feedback };
+    let file = |layer, model_hash| ValueFeedback { layers: BTreeMap::from([(0, layer)]), model_hash };
+    keys.layers.get_mut(&0).expect("there").key_feedback = Some(lower(2, 32));
+    bundle(dir.path(), &keys, Some(&file(of_layer(2, 32, lower(2, 32)), HASH)));
+    assert!(cache.set_feedback_of_bundle(dir.path()).expect("good"));
+    // The same as setting it by hand, and not as without.
+    let mut by_hand = KvCache::new(config.clone()).expect("valid");
+    by_hand.set_feedback(0, Some(&lower(2, 32)), Some(&lower(2, 32))).expect("good");
+    let [a, b, c] = [cache.clone(), by_hand, KvCache::new(config).expect("valid")].map(|mut cache| {
+        let part = Part { sequence: cache.add(), n_tokens: 300 };
+        let kv = Numbers::new(3).take(300 * 64);
+        cache.append(0, &[part], &kv, &kv).expect("valid");
+        cache.flush(0, &[part]).expect("valid");
+        let path = dir.path().join("cache");
+        cache.save(part.sequence, &path).expect("saved");
+        std::fs::read(path).expect("there")
+    });
+    assert!(a == b && a != c);
+
+    bundle(dir.path(), &keys, Some(&file(of_layer(2, 32, lower(2, 32)), Sha([8; 32]))));
+    assert!(matches!(cache.set_feedback_of_bundle(dir.path()), Err(RuntimeError::OtherModel { .. })));
+    bundle(dir.path(), &keys, Some(&file(of_layer(8, 16, lower(8, 16)), HASH)));
+    assert!(matches!(cache.set_feedback_of_bundle(dir.path()), Err(RuntimeError::OtherHeads { found: (8, 16), .. })));
+}
+
 #[test]
 fn wrong_heads_layers_and_lengths_are_refused() {
     let transforms = KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar(2, 32)).expect("an inverse pair");
@@ -156,7 +241,7 @@ fn wrong_heads_layers_and_lengths_are_refused() {
     let error = transforms.check(&other(layer(4, 4, 32, [2, 2]))).expect_err("4 heads");
     assert_eq!(
         error.to_string(),
-        "key transforms of layer 0: expected (4, 32) (KV heads, head dimension), found (2, 32)"
+        "transforms or feedback of layer 0: expected (4, 32) (KV heads, head dimension), found (2, 32)"
     );
     assert!(transforms.check(&other(layer(4, 2, 64, [2, 2]))).is_err());
     transforms.check(&other(layer(8, 2, 32, [2, 2]).stored(Precision::Full, Precision::Full))).expect("it fits");
