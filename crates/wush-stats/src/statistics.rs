@@ -29,7 +29,7 @@ pub struct LayerStats {
     pub key_sum: Vec<f64>,
     /// Eq. 61's sums of the attention-aware Hessians; none unless they were asked for.
     pub attention: Option<AttentionHessians>,
-    /// Σ_t w[t] v vᵀ with w[t] = n⁻¹ kᵀ (Σ q qᵀ) k; none before a second pass.
+    /// Σ_t w_t v vᵀ with w_t = n⁻¹ kᵀ (Σ q qᵀ) k; none before a second pass.
     pub weighted_value_gram: Option<HeadMatrices>,
 }
 
@@ -53,7 +53,7 @@ impl LayerStats {
         self.query_gram.head(head).to_vec()
     }
 
-    /// OSCAR's covariance of values for head h: n⁻¹ Σ_t w[t] v_t v_tᵀ with the weights w[t] = kᵀ A k, A the mean of q qᵀ, scaled
+    /// OSCAR's covariance of values for head h: n⁻¹ Σ_t w_t v_t v_tᵀ with the weights w_t = kᵀ A k, A the mean of q qᵀ, scaled
     /// so that they sum to n; `[d, d]`. None before a second pass; zeros where no query meets a key.
     pub fn oscar_value(&self, head: usize, positions: u64) -> Option<Vec<f64>> {
         let sums = self.weighted_value_gram.as_ref()?.head(head);
