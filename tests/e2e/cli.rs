@@ -8,7 +8,11 @@ use wush_tests::{Scratch, names, root};
 use crate::common::{args, assert_schema, filters, model, on_demo, on_tiny, stable, tiny, wush};
 
 /// Every command that `docs/cli.md` describes.
-const COMMANDS: &[&str] = &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "demo", "schema"];
+const COMMANDS: &[&str] =
+    &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "eval", "demo", "schema"];
+
+/// Commands of commands, on the page as well.
+const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"]];
 
 /// With `WUSH_UPDATE=1` in the environment, generated files are rewritten instead of compared.
 fn assert_same_or_update(path: &str, generated: &str) {
@@ -51,6 +55,9 @@ fn the_page_of_options_does_not_drift() {
     page += &format!("\n## wush\n\n```text\n{}\n```\n", help(&["--help"]));
     for command in COMMANDS {
         page += &format!("\n## wush {command}\n\n```text\n{}\n```\n", help(&[command, "--help"]));
+        for [_, sub] in SUBCOMMANDS.iter().filter(|[of, _]| of == command) {
+            page += &format!("\n## wush {command} {sub}\n\n```text\n{}\n```\n", help(&[command, sub, "--help"]));
+        }
     }
     assert_same_or_update("docs/cli.md", &page);
 }

@@ -60,7 +60,7 @@ pub struct SolveInfo {
 /// | M | `gram` | Gram matrix of what is quantized, `[d, d]`, symmetric positive semidefinite |
 /// | H | `hessian` | Hessian of the loss, `[d, d]`, symmetric positive semidefinite |
 /// | γ | `damping` | ratio to the mean eigenvalue, at least 0; 0.01 in the paper |
-/// | ℋ | | normalized Hadamard matrix of order d ([`crate::hadamard`]) |
+/// | ℋ | | normalized Hadamard matrix of order d ([`hadamard()`](crate::hadamard())) |
 /// | Λ, U | `eigenvalues` | ascending; each eigenvector's largest entry is positive (of tied ones, the first) |
 /// | c | `c` | makes ‖T X‖_F = ‖X‖_F at γ = 0 |
 ///
