@@ -35,7 +35,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wush-eval",
         ],
     ),
-    ("wush-eval", &["wush-format", "wush-model", "wush-quant"]),
+    ("wush-eval", &["wush-format", "wush-model", "wush-quant", "wush-runtime"]),
     ("wush", &["wush-pipeline"]),
 ];
 

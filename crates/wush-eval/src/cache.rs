@@ -1,7 +1,8 @@
 //! A quantized cache as an attention product: what a pass reads instead of its own keys and values.
 //!
 //! Tokens go through the runtime's codec, bytes included, but a whole sequence at a time and not in pages: the same codes,
-//! scales and zero points, and so the same numbers as the runtime's cache but for the order of sums.
+//! scales and zero points, and so the same numbers as the runtime's cache but for the order of sums. `tests/parity.rs`
+//! holds it to that.
 
 use std::ops::Range;
 
@@ -11,7 +12,7 @@ use wush_model::backend::{AttentionShape, Backend};
 use wush_model::cpu::{Cpu, KeysValues, Rows, windowed};
 use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result as ModelResult};
-use wush_quant::{Codec, Feedback};
+use wush_quant::{Codec, Feedback, QuantError};
 
 use crate::windows::Protocol;
 use crate::{EvalError, Result};
@@ -49,6 +50,15 @@ pub struct QuantizedCache {
     protocol: Protocol,
 }
 
+/// Keys or values of a sequence in the cache's coordinates, `[tokens, n_kv_heads * d]`.
+#[derive(Debug, Clone)]
+pub struct Cached {
+    /// `T (x − μ)`.
+    pub exact: Rows,
+    /// The same as its codes read, at the positions that were asked for; zero elsewhere.
+    pub quantized: Rows,
+}
+
 /// A side with its matrices as the backend wants them.
 struct OnDevice {
     transform: Rows,
@@ -78,6 +88,22 @@ impl QuantizedCache {
         });
         Ok(Self { layers: checked.collect::<Result<_>>()?, protocol })
     }
+
+    /// One layer's keys `[tokens, n_kv_heads * d]` as the cache holds them; none where they stay as they are.
+    ///
+    /// # Errors
+    /// `OutOfRange` for numbers that cannot be quantized.
+    pub fn keys(&self, layer: usize, keys: &Rows, quantized: Range<usize>) -> Result<Option<Cached>, QuantError> {
+        self.layers[layer].0.as_ref().map(|side| side.cached(keys, quantized)).transpose()
+    }
+
+    /// The same of values.
+    ///
+    /// # Errors
+    /// As [`QuantizedCache::keys`].
+    pub fn values(&self, layer: usize, values: &Rows, quantized: Range<usize>) -> Result<Option<Cached>, QuantError> {
+        self.layers[layer].1.as_ref().map(|side| side.cached(values, quantized)).transpose()
+    }
 }
 
 impl OnDevice {
@@ -97,6 +123,12 @@ impl OnDevice {
         Ok(Self { transform, reader, mean, codec, feedback })
     }
 
+    fn cached(&self, x: &Rows, positions: Range<usize>) -> Result<Cached, QuantError> {
+        let exact = self.transformed(x);
+        let quantized = self.quantized(&exact, positions)?;
+        Ok(Cached { exact, quantized })
+    }
+
     /// `T (x − μ)`, exact.
     fn transformed(&self, x: &Rows) -> Rows {
         let dim = self.codec.layout().head_dim();
@@ -114,7 +146,7 @@ impl OnDevice {
     }
 
     /// The rows at `positions` as the packed cache gives them back; the others are left zero.
-    fn quantized(&self, x: &Rows, positions: Range<usize>) -> Result<Rows, wush_quant::QuantError> {
+    fn quantized(&self, x: &Rows, positions: Range<usize>) -> Result<Rows, QuantError> {
         let dim = self.codec.layout().head_dim();
         let mut out = Rows::zeros(x.n_rows, x.width);
         let into = &mut out.data[positions.start * x.width..positions.end * x.width];
@@ -152,15 +184,10 @@ impl AttentionProduct<Cpu> for QuantizedCache {
             return Ok(backend.attention(q, k, v, shape));
         }
         let refused = |what| move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
-        let of = |side: &OnDevice, x: &Rows| -> Result<_, wush_quant::QuantError> {
-            let exact = side.transformed(x);
-            let quantized = side.quantized(&exact, positions.clone())?;
-            Ok((exact, quantized))
-        };
-        let cached_keys = keys.as_ref().map(|side| of(side, k)).transpose().map_err(refused("keys"))?;
-        let cached_values = values.as_ref().map(|side| of(side, v)).transpose().map_err(refused("values"))?;
-        let (k, kq) = cached_keys.as_ref().map_or((k, k), |(exact, quantized)| (exact, quantized));
-        let (v, vq) = cached_values.as_ref().map_or((v, v), |(exact, quantized)| (exact, quantized));
+        let cached_keys = self.keys(place.layer, k, positions.clone()).map_err(refused("keys"))?;
+        let cached_values = self.values(place.layer, v, positions).map_err(refused("values"))?;
+        let (k, kq) = cached_keys.as_ref().map_or((k, k), |cached| (&cached.exact, &cached.quantized));
+        let (v, vq) = cached_values.as_ref().map_or((v, v), |cached| (&cached.exact, &cached.quantized));
         let queries = keys.as_ref().map(|side| backend.transform_heads(q, &side.reader, shape.head_dim));
         let (exact, quantized) = (KeysValues { keys: k, values: v }, KeysValues { keys: kq, values: vq });
         let out = windowed(queries.as_ref().unwrap_or(q), exact, quantized, shape, &chunks);

@@ -1,8 +1,9 @@
-//! Algorithm 2's windows over a whole sequence.
+//! Algorithm 2's windows over a whole sequence: the runtime's arithmetic, chunk after chunk.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_model::cpu::Chunk;
+use wush_runtime::Windows;
 
 /// How a sequence enters the cache: chunks of this many tokens, and which tokens stay in full precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -19,17 +20,25 @@ pub struct Protocol {
 
 impl Protocol {
     /// That of Section 5.2.
-    pub const PAPER: Self = Self { chunk: 16, sink: 16, keep: 128, flush: 16 };
+    pub const PAPER: Self = {
+        let Windows { sink, keep, flush } = Windows::STUDY;
+        Self { chunk: 16, sink, keep, flush }
+    };
+
+    /// The windows of the runtime's cache.
+    pub fn windows(&self) -> Windows {
+        Windows { sink: self.sink, keep: self.keep, flush: self.flush }
+    }
 
     /// What each chunk of a sequence of `n_tokens` reads: a chunk sees the cache as the one before it left it, and tokens
-    /// are quantized after it (lines 7 and 8).
+    /// are quantized after it (lines 7 and 8), as many as the runtime's [`Windows::n_to_pack`] says.
     pub fn chunks(&self, n_tokens: usize) -> Vec<Chunk> {
-        let mut end = self.sink;
+        let windows = self.windows();
+        let mut n_packed = 0;
         let step = |first: usize| {
             let queries = first..(first + self.chunk).min(n_tokens);
-            let quantized = if end > self.sink { self.sink..end } else { 0..0 };
-            let old = queries.end.saturating_sub(self.keep).saturating_sub(end);
-            end += old / self.flush * self.flush;
+            let quantized = if n_packed > 0 { self.sink..self.sink + n_packed } else { 0..0 };
+            n_packed += windows.n_to_pack(queries.end, n_packed);
             Chunk { queries, quantized }
         };
         (0..n_tokens).step_by(self.chunk).map(step).collect()

@@ -16,7 +16,7 @@ const QUERY_BLOCK: usize = 64;
 
 /// `[tokens, n_heads * d]` from queries `[tokens, n_heads * d]` and keys and values `[tokens, n_kv_heads * d]`.
 pub(super) fn causal(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
-    over_strips(q, QUERY_BLOCK, shape, |queries| {
+    over_strips(q, strips(0..q.n_rows), shape, |queries| {
         let all = 0..queries.end;
         vec![Part { keys: all, k, v }]
     })
@@ -65,10 +65,7 @@ pub fn windowed(
     }
     assert_eq!(at, q.n_rows, "chunks cover the queries");
     let chunk_of = |position: usize| &chunks[chunks.partition_point(|chunk| chunk.queries.end <= position)];
-    let rows = chunks.iter().map(|chunk| chunk.queries.len()).max().unwrap_or(1).min(QUERY_BLOCK);
-    let aligned = chunks.iter().all(|chunk| chunk.queries.start % rows == 0);
-    assert!(aligned, "chunks start at multiples of the strips' length");
-    over_strips(q, rows, shape, |queries| {
+    over_strips(q, chunks.iter().flat_map(|chunk| strips(chunk.queries.clone())), shape, |queries| {
         let middle = chunk_of(queries.start).quantized.clone();
         match middle.is_empty() {
             true => vec![exact.part(0..queries.end)],
@@ -79,17 +76,28 @@ pub fn windowed(
     })
 }
 
-/// Cuts the queries into strips of `n_rows` and attends to the parts that `parts` gives for each.
+/// Cuts queries into strips.
+fn strips(queries: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = queries.end;
+    queries.step_by(QUERY_BLOCK).map(move |first| first..(first + QUERY_BLOCK).min(end))
+}
+
+/// Attends strip by strip, strips covering the queries in order, to the parts that `parts` gives for each.
 fn over_strips<'a>(
     q: &'a Rows,
-    n_rows: usize,
+    strips: impl Iterator<Item = Range<usize>>,
     shape: &AttentionShape,
     parts: impl Fn(Range<usize>) -> Vec<Part<'a>> + Sync,
 ) -> Rows {
     let mut out = Rows::zeros(q.n_rows, q.width);
-    let strips = out.data.par_chunks_mut(n_rows * q.width).enumerate();
-    strips.for_each_init(Vec::new, |logits, (strip, out)| {
-        let queries = strip * n_rows..strip * n_rows + out.len() / q.width;
+    let mut rest = &mut out.data[..];
+    let mut tasks = Vec::new();
+    for queries in strips {
+        let (of_strip, after) = rest.split_at_mut(queries.len() * q.width);
+        tasks.push((queries, of_strip));
+        rest = after;
+    }
+    tasks.into_par_iter().for_each_init(Vec::new, |logits, (queries, out)| {
         let strip = Strip { queries: queries.clone(), q, parts: parts(queries), shape };
         strip.attend(out, logits);
     });
@@ -210,7 +218,7 @@ mod tests {
     fn every_query_reads_what_its_chunk_holds_quantized() {
         let (n_kv_heads, d) = (2, 6);
         for (n_rows, chunk, window) in
-            [(70, 16, None), (70, 16, Some(20)), (130, 1, None), (200, 200, Some(7)), (5, 16, None)]
+            [(70, 16, None), (70, 16, Some(20)), (130, 1, None), (200, 200, Some(7)), (250, 100, None), (5, 16, None)]
         {
             let shape = AttentionShape { n_heads: 6, n_kv_heads, head_dim: d, window, scale: 0.7, softcap: None };
             let q = values(n_rows, shape.n_heads * d, 1);
