@@ -51,13 +51,18 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
     let score = |attention: &dyn AttentionProduct<Cpu>| {
         perplexity(&decoder, &text.sequences, attention, env.monitor).map_err(PipelineError::from).in_stage("evaluate")
     };
-    let mut rows = vec![row(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED_BITS, score(&Exact)?)];
+    let mut rows = Vec::new();
+    let mut add = |row: PerplexityRow| {
+        env.monitor.note(&format!("row        {}", describe(&row)));
+        rows.push(row);
+    };
+    add(row(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED_BITS, score(&Exact)?));
     for candidate in &candidates {
         for quantizer in &request.quantizers {
             for &bits in &request.bits {
                 let layers = candidate.layers(quantizer, bits)?;
                 let cache = QuantizedCache::new(&model.spec, layers, request.protocol)?;
-                rows.push(row(&candidate.name, &quantizer.to_string(), bits.get(), score(&cache)?));
+                add(row(&candidate.name, &quantizer.to_string(), bits.get(), score(&cache)?));
             }
         }
     }
@@ -87,6 +92,12 @@ fn row(transform: &str, quantizer: &str, bits: u8, score: Score) -> PerplexityRo
         nll: score.nll,
         tokens: score.tokens,
     }
+}
+
+/// As a long run tells it when it is done: a run that is stopped has said what it found.
+fn describe(row: &PerplexityRow) -> String {
+    let PerplexityRow { transform, quantizer, bits, ppl, .. } = row;
+    format!("{transform}, {quantizer}, {bits} bits: perplexity {ppl:.4}")
 }
 
 /// One way to transform a cache.

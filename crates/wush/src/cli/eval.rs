@@ -89,6 +89,9 @@ struct TransformListArgs {
     /// Exponent p of Λ in T, instead of the preset's
     #[arg(long, value_name = "P", allow_hyphen_values = true)]
     exponent: Option<f64>,
+    /// The transform's last, orthogonal factor, instead of the preset's
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(plan::factor_names()))]
+    factor: Option<String>,
     /// Which heads' keys are centred, instead of the preset's
     #[arg(long, value_name = "WHICH")]
     center_keys: Option<CenterKeys>,
@@ -102,7 +105,7 @@ impl EvalPplArgs {
     pub fn request(self) -> EvalPplRequest {
         let Self { model, text, text_field, seq_len, windows, cache, transforms } = self;
         let CacheArgs { bits, quantizer, chunk, sink, keep, flush } = cache;
-        let TransformListArgs { transform, stats, preset, exponent, center_keys, feedback } = transforms;
+        let TransformListArgs { transform, stats, preset, exponent, factor, center_keys, feedback } = transforms;
         EvalPplRequest {
             model: model.request(),
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
@@ -112,6 +115,7 @@ impl EvalPplArgs {
             transforms: transform,
             settings: SolveSettings {
                 exponent,
+                factor,
                 center_keys,
                 feedback: feedback.then_some(true),
                 ..SolveSettings::of_preset(plan::DEFAULT_TRANSFORM, preset)
