@@ -3,10 +3,40 @@
 use serde_json::Value;
 
 use crate::common::{args, assert_schema, model, on_demo, text, wush};
-use wush_tests::Scratch;
+use wush_tests::{Outcome, Program, Scratch, names};
 
 /// Windows of 512 tokens, so that most of each is quantized.
 const WINDOWS: [&str; 4] = ["--seq-len", "512", "--windows", "2"];
+/// How a run calibrates.
+const CALIBRATION: [&str; 4] = ["--sequences", "16", "--calib-seq-len", "512"];
+
+fn owned(parts: &[&str]) -> Vec<String> {
+    parts.iter().map(|&part| part.to_owned()).collect()
+}
+
+/// `wush eval ppl` of `what` on the demonstration model's text, with `more`.
+fn evaluate(program: &Program, what: &str, more: &[&str]) -> Outcome {
+    let fixed = args([&"eval", &"ppl", &what, &"--text", &text(), &"--format", &"json"]);
+    program.run(&[fixed, owned(&WINDOWS), owned(more)].concat())
+}
+
+/// The report of a run that succeeds.
+fn report(program: &Program, what: &str, more: &[&str]) -> Value {
+    let run = evaluate(program, what, more);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report = run.json();
+    assert_schema("eval-ppl", &report);
+    report
+}
+
+fn on_model() -> String {
+    model().to_str().expect("test paths are UTF-8").to_owned()
+}
+
+/// `--calib` on the demonstration model's text.
+fn calibration() -> Vec<String> {
+    [args([&"--calib", &text()]), owned(&CALIBRATION)].concat()
+}
 
 fn ppl(report: &Value, transform: &str, bits: u64) -> f64 {
     let rows = report["rows"].as_array().expect("rows");
@@ -18,52 +48,122 @@ fn ppl(report: &Value, transform: &str, bits: u64) -> f64 {
 fn perplexity_rises_as_bits_fall_and_feedback_holds_it_down() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
-    let cut = ["--sequences", "32", "--seq-len", "512", "--out", "s.safetensors"];
-    program.ok(&[args([&"calibrate", &model(), &"--calib", &text()]), cut.map(str::to_owned).to_vec()].concat());
-    let evaluate = |more: &[&str]| {
-        let fixed =
-            args([&"eval", &"ppl", &model(), &"--text", &text(), &"--stats", &"s.safetensors", &"--format", &"json"]);
-        let all = [fixed, WINDOWS.map(str::to_owned).to_vec(), more.iter().map(|&s| s.to_owned()).collect()].concat();
-        let report = program.ok(&all).json();
-        assert_schema("eval-ppl", &report);
-        report
-    };
-    let plain = evaluate(&["--bits", "8,2", "--transform", "identity,wush"]);
+    let calibration = calibration();
+    let calibration: Vec<&str> = calibration.iter().map(String::as_str).collect();
+    let evaluate = |more: &[&str]| report(&program, &on_model(), &[&calibration, more].concat());
+    let plain = evaluate(&["--preset", "paper", "--bits", "8,2", "--transform", "identity,wush"]);
     assert_eq!(plain["rows"][0]["transform"], "none");
     let exact = ppl(&plain, "none", 16);
     assert!((ppl(&plain, "wush", 8) / exact - 1.0).abs() < 1e-3, "{plain}");
     assert!(ppl(&plain, "identity", 2) > ppl(&plain, "wush", 2), "{plain}");
     assert!(ppl(&plain, "wush", 2) > exact, "{plain}");
     let options =
-        ["--bits", "2", "--transform", "wush", "--exponent", "0.4", "--feedback", "--quantizer", "quest:1.85"];
+        ["--bits", "2", "--transform", "wush", "--exponent", "0.4", "--feedback", "true", "--quantizer", "quest:1.85"];
     let better = evaluate(&options);
     assert!(ppl(&better, "wush", 2) < ppl(&plain, "wush", 2), "{better} {plain}");
 }
 
+/// One calibration gathers what every transform of the list is made from, and leaves nothing behind.
 #[test]
-fn a_bundle_is_evaluated_with_its_own_transforms() {
+fn calibrating_within_a_run_gives_the_numbers_of_a_statistics_file() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
-    program.ok(&on_demo("convert", &["--out", "b"]));
-    let run = |more: &[&str]| {
-        let fixed = args([&"eval", &"ppl", &"b", &"--text", &text(), &"--bits", &"8", &"--format", &"json"]);
-        program
-            .run(&[fixed, WINDOWS.map(str::to_owned).to_vec(), more.iter().map(|&s| s.to_owned()).collect()].concat())
-    };
-    let report = run(&[]).json();
-    assert!((ppl(&report, "bundle", 8) / ppl(&report, "none", 16) - 1.0).abs() < 1e-3, "{report}");
-    let refused = run(&["--transform", "identity"]);
-    assert_eq!(refused.code, Some(2), "{refused:?}");
-    assert!(refused.stderr.contains("a bundle is evaluated with its own"), "{refused:?}");
+    let cut = ["--sequences", "6", "--seq-len", "256", "--out", "s.safetensors"];
+    let gather = ["--hessian", "attention", "--second-pass", "oscar"];
+    program.ok(&[args([&"calibrate", &model(), &"--calib", &text()]), owned(&cut), owned(&gather)].concat());
+    let list = ["--bits", "2", "--transform", "oscar,oscar-per-head,wush,wush-a", "--quantizer", "quest,oscar"];
+    let from_file = report(&program, &on_model(), &[&list[..], &["--stats", "s.safetensors"]].concat());
+    let source = text().to_str().expect("test paths are UTF-8").to_owned();
+    let from_text = ["--calib", &source, "--sequences", "6", "--calib-seq-len", "256"];
+    let at_once = report(&program, &on_model(), &[&list[..], &from_text].concat());
+    assert_eq!(from_file["rows"].as_array().expect("rows").len(), 9);
+    assert_eq!(from_file["rows"], at_once["rows"]);
+    assert_eq!(from_file["calibration"], at_once["calibration"]);
+    let note = at_once["notes"][0].as_str().expect("a note");
+    assert!(note.contains("calibrated on sequences of 256 tokens, evaluated on 512"), "{note}");
+    assert_eq!(names(scratch.path()), ["s.safetensors"]);
 }
 
 #[test]
-fn what_a_transform_needs_is_said_before_anything_runs() {
+fn a_calibration_as_long_as_the_text_gets_no_warning() {
+    let scratch = Scratch::new();
+    let source = text().to_str().expect("test paths are UTF-8").to_owned();
+    let more = ["--bits", "8", "--transform", "wush", "--calib", &source, "--sequences", "2"];
+    let run = evaluate(&wush(&scratch), &on_model(), &more);
+    assert_eq!(run.json()["calibration"]["max_seq_len"], 512, "{run:?}");
+    assert_eq!(run.json()["notes"], Value::Array(vec![]), "{run:?}");
+    for told in ["calibrate  calibration.txt: 2 sequences, 1024 tokens", "row        wush, quest, 8 bits: perplexity"] {
+        assert!(run.stderr.contains(told), "{told}: {}", run.stderr);
+    }
+}
+
+/// Its transforms, mean keys and feedback matrices are those that its model gets with the same options; folded in f32, what
+/// differs is the rounding of values.
+#[test]
+fn a_bundle_is_evaluated_with_all_that_it_holds() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
-    let run = program.run(&args([&"eval", &"ppl", &model(), &"--text", &text(), &"--transform", &"wush"]));
-    assert_eq!(run.code, Some(2), "{run:?}");
-    assert!(run.stderr.contains("--stats"), "{run:?}");
-    let run = program.run(&args([&"eval", &"ppl", &model(), &"--text", &text(), &"--bits", &"5"]));
-    assert_eq!(run.code, Some(2), "{run:?}");
+    let fixed = args([&"convert", &model(), &"--calib", &text()]);
+    let cut = ["--sequences", "16", "--seq-len", "512", "--fold-dtype", "f32"];
+    let options = ["--center-keys", "always", "--feedback", "true", "--exponent", "0.4"];
+    program.ok(&[fixed, owned(&cut), owned(&options), owned(&["--out", "b"])].concat());
+    let calibration = calibration();
+    let calibration: Vec<&str> = calibration.iter().map(String::as_str).collect();
+    let cache = ["--bits", "2", "--quantizer", "quest:1.85", "--sink", "4", "--keep", "16"];
+    let bundle = report(&program, "b", &cache);
+    let of_model = |options: &[&str]| {
+        let more = [&cache[..], &["--transform", "wush"], &calibration, options].concat();
+        ppl(&report(&program, &on_model(), &more), "wush", 2)
+    };
+    let (own, same) = (ppl(&bundle, "bundle", 2), of_model(&options));
+    assert!((own / same - 1.0).abs() < 2e-4, "{own} {same}");
+    // Each of the three alone is told apart.
+    for other in [&options[2..], &[&options[..2], &options[4..]].concat()[..], &options[..4]] {
+        let other_ppl = of_model(other);
+        assert!((own / other_ppl - 1.0).abs() > 1e-3, "{other:?}: {own} {other_ppl}");
+    }
+    assert_eq!(bundle["calibration"]["max_seq_len"], 512);
+}
+
+#[test]
+fn a_bundle_takes_no_other_transforms() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&on_demo("convert", &["--out", "b"]));
+    let exact = report(&program, "b", &["--bits", "8"]);
+    assert!((ppl(&exact, "bundle", 8) / ppl(&exact, "none", 16) - 1.0).abs() < 1e-3, "{exact}");
+    for option in [["--transform", "identity"], ["--stats", "s.safetensors"], ["--calib", "text.txt"]] {
+        let refused = evaluate(&program, "b", &option);
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+        assert!(refused.stderr.contains(&format!("{}: expected none: a bundle is evaluated with its own", option[0])));
+    }
+}
+
+#[test]
+fn what_cannot_be_evaluated_is_said_before_anything_runs() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let cases = [
+        (&["--transform", "wush"][..], "--transform: expected statistics for it: --calib SOURCE, or --stats FILE"),
+        (&["--bits", "5"], "--bits"),
+        (&["--chunk", "0"], "--chunk: expected at least 1, found 0"),
+        (&["--flush", "0"], "--flush: expected at least 1, found 0"),
+        (&["--calib", "x.txt", "--stats", "s.safetensors"], "cannot be used with"),
+        (
+            &["--transform", "oscar", "--calib", "x.txt", "--sequences", "0"],
+            "--sequences: expected at least 1, found 0",
+        ),
+        (&["--transform", "identity", "--center-keys", "always"], "--center-keys: expected a transform that is solved"),
+    ];
+    for (more, message) in cases {
+        let run = evaluate(&program, &on_model(), more);
+        assert_eq!(run.code, Some(2), "{run:?}");
+        assert!(run.stderr.contains(message) && !run.stderr.contains("evaluate:"), "{message}: {run:?}");
+    }
+    let fixed = args([&"eval", &"ppl", &model(), &"--text", &text()]);
+    for (option, value) in [("--windows", "0"), ("--seq-len", "1"), ("--seq-len", "5000")] {
+        let run = program.run(&[fixed.clone(), owned(&[option, value])].concat());
+        assert_eq!(run.code, Some(2), "{run:?}");
+        assert!(run.stderr.contains(&format!("{option}: expected")), "{run:?}");
+    }
 }

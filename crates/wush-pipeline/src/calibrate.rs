@@ -47,7 +47,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
     if request.resume && partial.symlink_metadata().is_err() {
         env.monitor.note(NOTHING_TO_RESUME);
     }
-    let done = accumulate(&plan.model, &plan.calibration, &partial, env.monitor);
+    let done = accumulate(&plan.model, &plan.calibration, Some(&partial), env.monitor);
     let done = done.in_stage("calibrate").map_err(|e| e.resumable(&partial))?;
     let written = done.statistics.save(plan.out.staged()).map_err(|e| PipelineError::from(e).resumable(&partial))?;
     let out = WrittenFile::new(&plan.out.path, written);
@@ -76,14 +76,14 @@ pub(crate) struct Accumulated {
     pub(crate) resumed_sequences: usize,
 }
 
-/// Runs the forward pass over every sequence that the partial file, if any, does not hold yet.
+/// Runs the forward pass over every sequence that the partial file, if any, does not hold yet; without one nothing is saved.
 ///
 /// # Errors
 /// `OtherPlan` when the partial file is another run's; NaN or infinity, naming the layer; `Interrupted`.
 pub(crate) fn accumulate(
     model: &Model,
     plan: &CalibrationPlan,
-    partial: &Path,
+    partial: Option<&Path>,
     monitor: &dyn Monitor,
 ) -> Result<Accumulated> {
     let mut statistics = begin(model, plan, partial)?;
@@ -101,7 +101,7 @@ pub(crate) fn accumulate(
         let sequences = &left[at..][group];
         let start = Instant::now();
         let mut accumulator = Accumulator::new(&mut statistics, sequences).with_weights(&model.checkpoint, &model.spec);
-        let kept = Kept { done: saver.n_saved, total: plan.sequences.len() };
+        let kept = saver.kept(plan.sequences.len());
         decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_kept(e.into(), kept))?;
         accumulator.finish()?;
         n_group_tokens = tokens_in_time(n_tokens(sequences), start.elapsed());
@@ -129,14 +129,14 @@ fn weigh(
     decoder: &Decoder<'_, Cpu>,
     plan: &CalibrationPlan,
     statistics: &mut Statistics,
-    partial: &Path,
+    partial: Option<&Path>,
     monitor: &dyn Monitor,
 ) -> Result<()> {
-    statistics.save(partial)?;
+    partial.map(|path| statistics.save(path)).transpose()?;
     let total = plan.sequences.len();
+    let kept = partial.map(|_| Kept { done: total, total });
     monitor.begin("weigh", "tokens", n_tokens(&plan.sequences));
     let mut pass = SecondPass::new(statistics)?;
-    let kept = Kept { done: total, total };
     decoder.observe(&plan.sequences, &mut pass, monitor).map_err(|e| with_kept(e.into(), kept))?;
     pass.finish();
     monitor.end();
@@ -144,8 +144,8 @@ fn weigh(
 }
 
 /// The statistics to go on from: those of the partial file, else empty ones with the part that needs no text.
-fn begin(model: &Model, plan: &CalibrationPlan, partial: &Path) -> Result<Statistics> {
-    if partial.symlink_metadata().is_ok() {
+fn begin(model: &Model, plan: &CalibrationPlan, partial: Option<&Path>) -> Result<Statistics> {
+    if let Some(partial) = partial.filter(|path| path.symlink_metadata().is_ok()) {
         let mut statistics = load_saved(partial)?;
         if !is_prefix(&statistics.info, plan) {
             let difference = difference(&statistics.info, plan);
@@ -210,7 +210,8 @@ pub(crate) fn difference(found: &StatsInfo, plan: &CalibrationPlan) -> String {
 
 /// Saves partial sums often enough, and not more.
 struct Saver<'a> {
-    path: &'a Path,
+    /// None where nothing is to be kept.
+    path: Option<&'a Path>,
     /// Sequences in the file.
     n_saved: usize,
     last: Instant,
@@ -218,16 +219,22 @@ struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
-    fn new(path: &'a Path, n_saved: usize) -> Self {
+    fn new(path: Option<&'a Path>, n_saved: usize) -> Self {
         Self { path, n_saved, last: Instant::now(), cost: Duration::ZERO }
     }
 
+    /// What an interruption leaves of `total` sequences.
+    fn kept(&self, total: usize) -> Option<Kept> {
+        self.path.map(|_| Kept { done: self.n_saved, total })
+    }
+
     fn save_if_due(&mut self, statistics: &Statistics) -> Result<()> {
+        let Some(path) = self.path else { return Ok(()) };
         if self.last.elapsed() < self.cost.saturating_mul(WORK_PER_SAVE) {
             return Ok(());
         }
         let start = Instant::now();
-        statistics.save(self.path)?;
+        statistics.save(path)?;
         self.n_saved = statistics.info.sequence_hashes.len();
         self.last = Instant::now();
         self.cost = self.last - start;
@@ -235,9 +242,9 @@ impl<'a> Saver<'a> {
     }
 }
 
-/// An interruption here leaves work that can be continued.
-pub(crate) fn with_kept(error: PipelineError, kept: Kept) -> PipelineError {
-    if error.is_interruption() { PipelineError::Interrupted { kept: Some(kept) } } else { error }
+/// An interruption here leaves work that can be continued, if any is kept.
+pub(crate) fn with_kept(error: PipelineError, kept: Option<Kept>) -> PipelineError {
+    if error.is_interruption() { PipelineError::Interrupted { kept } } else { error }
 }
 
 /// What statistics are over, as the manifest states it.

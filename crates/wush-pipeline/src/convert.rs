@@ -74,7 +74,7 @@ fn solve(plan: &ConvertPlan, monitor: &dyn Monitor) -> Result<Transforms> {
         plan.work.remove_if_empty();
         e.resumable(plan.work.path())
     })?;
-    let solved = solve_statistics(&statistics, stats_hash, &plan.solve, monitor).in_stage("solve");
+    let solved = solve_statistics(&statistics, Some(stats_hash), &plan.solve, monitor).in_stage("solve");
     solved.map_err(|e| calibrated_before(e, Some(calibration), &plan.work))
 }
 
@@ -82,7 +82,7 @@ fn solve(plan: &ConvertPlan, monitor: &dyn Monitor) -> Result<Transforms> {
 fn calibrated_before(error: PipelineError, calibration: Option<&CalibrationPlan>, work: &WorkDir) -> PipelineError {
     let Some(calibration) = calibration else { return error };
     let total = calibration.sequences.len();
-    with_kept(error, Kept { done: total, total }).resumable(work.path())
+    with_kept(error, Some(Kept { done: total, total })).resumable(work.path())
 }
 
 /// The statistics and their file's digest: those of an interrupted run that finished this stage, else new ones.
@@ -109,7 +109,7 @@ fn calibrated(
         std::fs::rename(&path, &partial).map_err(|e| FormatError::io(&path, "rename", e))?;
     }
     work.create()?;
-    let done = accumulate(model, plan, &partial, monitor).in_stage("calibrate")?;
+    let done = accumulate(model, plan, Some(&partial), monitor).in_stage("calibrate")?;
     let (stats_hash, _) = done.statistics.save(&path)?;
     discard(&partial)?;
     Ok((done.statistics, stats_hash))

@@ -26,6 +26,7 @@ pub mod verify;
 
 mod bundle;
 mod calibrate;
+mod candidates;
 mod convert;
 mod demo;
 mod error;

@@ -23,7 +23,8 @@ use crate::request::{
 };
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
-use announce::{describe_calibration, describe_memory, describe_model, describe_time, describe_verification};
+pub(crate) use announce::{describe_calibration, describe_model, describe_time};
+use announce::{describe_memory, describe_verification};
 pub use calibration::CalibrationPlan;
 pub(crate) use calibration::{Purpose, load_sequences, longest, n_tokens};
 pub(crate) use verification::VERIFY_TOKENS;

@@ -290,7 +290,7 @@ pub struct EvalPplReport {
     pub seq_len: u64,
     /// How they entered the cache.
     pub protocol: Protocol,
-    /// What the transforms were calibrated on; none where no transform needed it, or for a bundle.
+    /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
     pub calibration: Option<Calibration>,
     /// Unquantized first, then transform by transform, quantizer by quantizer, bits by bits.
     pub rows: Vec<PerplexityRow>,

@@ -226,6 +226,14 @@ pub struct Gather {
 }
 
 impl Gather {
+    /// What several transforms are made from.
+    pub(crate) fn for_transforms<'a>(kinds: impl IntoIterator<Item = &'a wush_transform::TransformKind>) -> Self {
+        kinds.into_iter().map(Self::for_transform).fold(Self::default(), |all, one| Self {
+            hessian: if one.hessian == HessianChoice::Attention { one.hessian } else { all.hessian },
+            second_pass: if one.second_pass == SecondPassChoice::Oscar { one.second_pass } else { all.second_pass },
+        })
+    }
+
     /// What a transform is made from.
     pub(crate) fn for_transform(kind: &wush_transform::TransformKind) -> Self {
         match kind.needs {
@@ -444,6 +452,45 @@ pub struct DemoRequest {
     pub out: PathBuf,
 }
 
+/// `wush eval ppl`.
+#[derive(Debug, Clone)]
+pub struct EvalPplRequest {
+    /// The model, or a bundle.
+    pub model: ModelRequest,
+    /// The text to score.
+    pub text: CalibrationRequest,
+    /// How it enters the cache.
+    pub protocol: Protocol,
+    /// Bits of a code.
+    pub bits: Vec<Bits>,
+    /// Quantizers.
+    pub quantizers: Vec<Method>,
+    /// What it is compared with.
+    pub transforms: TransformsRequest,
+}
+
+/// The transforms that an evaluation compares.
+#[derive(Debug, Clone)]
+pub struct TransformsRequest {
+    /// `--transform`: names of the registry; none for a bundle.
+    pub names: Option<Vec<String>>,
+    /// How they are solved; its own transform is not looked at.
+    pub settings: SolveSettings,
+    /// What they are solved from.
+    pub statistics: StatisticsSource,
+}
+
+/// What an evaluation's transforms are solved from.
+#[derive(Debug, Clone)]
+pub enum StatisticsSource {
+    /// Nothing was named.
+    None,
+    /// `--stats`: a statistics file.
+    File(PathBuf),
+    /// `--calib`: text; as long as what is evaluated unless another length is asked for.
+    Text(CalibrationRequest),
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -478,25 +525,4 @@ mod tests {
         assert_eq!(Device::pick(&DeviceChoice::Auto).expect("the CPU is always there"), Device::Cpu);
         assert!("gpu".parse::<DeviceChoice>().is_err());
     }
-}
-
-/// `wush eval ppl`.
-#[derive(Debug, Clone)]
-pub struct EvalPplRequest {
-    /// The model, or a bundle.
-    pub model: ModelRequest,
-    /// The text to score.
-    pub text: CalibrationRequest,
-    /// How it enters the cache.
-    pub protocol: Protocol,
-    /// Bits of a code.
-    pub bits: Vec<Bits>,
-    /// Quantizers.
-    pub quantizers: Vec<Method>,
-    /// `--transform`: names of the registry; none for a bundle.
-    pub transforms: Option<Vec<String>>,
-    /// How transforms are solved.
-    pub settings: SolveSettings,
-    /// `--stats`: the statistics file that they are solved from.
-    pub statistics: Option<PathBuf>,
 }

@@ -44,7 +44,7 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
     let notes: Vec<String> = text.into_iter().chain(out.name_note()).collect();
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
-    let transforms = solve_statistics(&statistics, stats_hash, &plan, env.monitor).in_stage("solve")?;
+    let transforms = solve_statistics(&statistics, Some(stats_hash), &plan, env.monitor).in_stage("solve")?;
     let written = WrittenFile::new(&out.path, transforms.save(out.staged())?);
     out.commit()?;
     Ok(SolveReport {
@@ -58,13 +58,13 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
     })
 }
 
-/// Solves every head on its statistics.
+/// Solves every head on its statistics, those of the file with `stats_hash` if they are in one.
 ///
 /// # Errors
 /// `Solve` naming layer, head and role; `Interrupted`.
 pub(crate) fn solve_statistics(
     statistics: &Statistics,
-    stats_hash: Sha,
+    stats_hash: Option<Sha>,
     plan: &SolvePlan,
     monitor: &dyn Monitor,
 ) -> Result<Transforms> {
@@ -78,7 +78,7 @@ pub(crate) fn solve_statistics(
     Ok(Transforms {
         layers,
         model_hash: statistics.info.model_hash,
-        solve: plan.record(Some(stats_hash)),
+        solve: plan.record(stats_hash),
         calibration: Some(calibration_of(&statistics.info)),
         report,
     })

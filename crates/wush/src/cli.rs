@@ -134,6 +134,14 @@ pub struct SolveSettingsArgs {
     /// Which transform
     #[arg(long, default_value = plan::DEFAULT_TRANSFORM, value_parser = PossibleValuesParser::new(plan::transform_names()))]
     pub transform: String,
+    #[command(flatten)]
+    pub options: SolveOptionsArgs,
+}
+
+/// The constants of a transform.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Transform")]
+pub struct SolveOptionsArgs {
     /// default: what measurements favour; paper: the method exactly as published. The same today
     #[arg(long, default_value_t = Preset::Default)]
     pub preset: Preset,
@@ -351,8 +359,14 @@ impl CutArgs {
 
 impl SolveSettingsArgs {
     fn request(self) -> SolveSettings {
+        self.options.request(self.transform)
+    }
+}
+
+impl SolveOptionsArgs {
+    fn request(self, transform: String) -> SolveSettings {
         SolveSettings {
-            transform: self.transform,
+            transform,
             preset: self.preset,
             damping: self.damping,
             seed: self.seed,

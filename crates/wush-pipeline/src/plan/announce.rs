@@ -17,7 +17,7 @@ const LONG: Duration = Duration::from_secs(30 * 60);
 /// What is proposed instead of a long calibration: sequences, and tokens of each.
 const SHORTER: (usize, usize) = (16, 2048);
 
-pub(super) fn describe_model(model: &Model) -> String {
+pub(crate) fn describe_model(model: &Model) -> String {
     let Model { id, spec, device, .. } = model;
     let attn = &spec.layers[0].attn;
     format!(
@@ -31,7 +31,7 @@ pub(super) fn describe_model(model: &Model) -> String {
     )
 }
 
-pub(super) fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) -> String {
+pub(crate) fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) -> String {
     let shard = shard.map(|shard| format!(" (share {shard})")).unwrap_or_default();
     let StatsInfo { source, positions, max_seq_len, .. } = &plan.info;
     let (n, tokens) = (counted(plan.sequences.len() as u64, "sequence"), counted(*positions, "token"));
@@ -54,7 +54,7 @@ pub(super) fn describe_verification(plan: &VerifyPlan) -> String {
 }
 
 /// A warning of a calibration that takes long on a CPU, and what would be shorter.
-pub(super) fn describe_time(model: &Model, plan: &CalibrationPlan) -> Option<String> {
+pub(crate) fn describe_time(model: &Model, plan: &CalibrationPlan) -> Option<String> {
     let lengths: Vec<usize> = plan.sequences.iter().map(Vec::len).collect();
     let shorter = [SHORTER.1].repeat(SHORTER.0);
     let [whole, short] = [&lengths, &shorter].map(|lengths| estimate(model, lengths));

@@ -73,8 +73,21 @@ pub(crate) enum Purpose {
     Statistics,
     /// Scoring: as many as was asked for, of [`DEFAULT_EVAL_SEQ_LEN`] tokens unless another length was.
     Score,
+    /// Statistics for a comparison at `seq_len` tokens: so long unless another length was asked for.
+    Comparison { seq_len: usize },
     /// The equivalence check alone: at most `sequences`, of `seq_len` tokens unless another length was asked for.
     Check { sequences: usize, seq_len: usize },
+}
+
+impl Purpose {
+    /// The options that name the source, the number of sequences and their length.
+    fn options(self) -> [&'static str; 3] {
+        match self {
+            Self::Score => ["--text", "--windows", "--seq-len"],
+            Self::Comparison { .. } => ["--calib", "--sequences", "--calib-seq-len"],
+            Self::Statistics | Self::Check { .. } => ["--calib", "--sequences", "--seq-len"],
+        }
+    }
 }
 
 /// Refuses sequences of the same tokens.
@@ -95,23 +108,29 @@ pub(crate) fn load_sequences(
     purpose: Purpose,
     env: &Environment<'_>,
 ) -> Result<Packed> {
+    let [source_option, count_option, length_option] = purpose.options();
     if request.sequences == Some(0) {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(PipelineError::Option { option: "--sequences", expected, found });
+        return Err(PipelineError::Option { option: count_option, expected, found });
     }
     let is_text = !request.source.is_token_ids();
     if let (Some(seq_len), false) = (request.seq_len, is_text) {
         let expected = "none with token-id lists, which are used as they are".to_owned();
-        return Err(PipelineError::Option { option: "--seq-len", expected, found: seq_len.to_string() });
+        return Err(PipelineError::Option { option: length_option, expected, found: seq_len.to_string() });
     }
     let (at_most, default_len) = match purpose {
         Purpose::Statistics => (None, DEFAULT_SEQ_LEN),
         Purpose::Score => (None, DEFAULT_EVAL_SEQ_LEN),
+        Purpose::Comparison { seq_len } => (None, seq_len),
         Purpose::Check { sequences, seq_len } => (Some(sequences), seq_len),
     };
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
     let options = PackOptions {
-        seq_len: if is_text { seq_len(model, request, default_len)? } else { model.spec.max_position_embeddings },
+        seq_len: if is_text {
+            seq_len(model, request, length_option, default_len)?
+        } else {
+            model.spec.max_position_embeddings
+        },
         // A file of token ids may hold fewer lists than the cap: it is cut below.
         sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
         text_field: request.text_field.clone(),
@@ -124,19 +143,19 @@ pub(crate) fn load_sequences(
     // No manifest may state such a name, and the statistics would carry it there.
     if !is_plain(&packed.source) {
         let (expected, found) = ("a name without control characters".to_owned(), format!("{:?}", packed.source));
-        return Err(PipelineError::Option { option: "--calib", expected, found });
+        return Err(PipelineError::Option { option: source_option, expected, found });
     }
     Ok(packed)
 }
 
-/// `--seq-len`, which the model must reach; else `default_len`, capped by the model.
-fn seq_len(model: &Model, request: &CalibrationRequest, default_len: usize) -> Result<usize> {
+/// The length that was asked for by `option`, which the model must reach; else `default_len`, capped by the model.
+fn seq_len(model: &Model, request: &CalibrationRequest, option: &'static str, default_len: usize) -> Result<usize> {
     let longest = model.spec.max_position_embeddings;
     match request.seq_len {
         None => Ok(default_len.min(longest)),
         Some(n) if (2..=longest).contains(&n) => Ok(n),
         Some(n) => Err(PipelineError::Option {
-            option: "--seq-len",
+            option,
             expected: format!("2 to {longest}, the model's longest position (--rope-scaling extends it)"),
             found: n.to_string(),
         }),

@@ -6,10 +6,10 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    Bits, CalibSource, CalibrationRequest, CenterKeys, EvalPplRequest, Method, Preset, Protocol, SolveSettings,
+    Bits, CalibSource, CalibrationRequest, EvalPplRequest, Method, Protocol, StatisticsSource, TransformsRequest,
 };
 
-use super::{ModelArgs, whole_number};
+use super::{ModelArgs, SolveOptionsArgs, whole_number};
 
 /// `wush eval`.
 #[derive(Debug, Args)]
@@ -38,10 +38,10 @@ pub struct EvalPplArgs {
     #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD)]
     text_field: String,
     /// Tokens a window [default: 2048; not with token-id lists, which are used as they are]
-    #[arg(long, value_name = "N", value_parser = whole_number)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     seq_len: Option<usize>,
     /// Number of windows [default: all]
-    #[arg(long, value_name = "N", value_parser = whole_number)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     windows: Option<usize>,
     #[command(flatten)]
     cache: CacheArgs,
@@ -75,52 +75,69 @@ struct CacheArgs {
 
 /// The transforms and what they are solved from.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Transforms")]
-struct TransformListArgs {
+#[command(next_help_heading = "Transform")]
+pub struct TransformListArgs {
     /// Transforms, a list [default: identity, hadamard and wush; a bundle is evaluated with its own]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = PossibleValuesParser::new(plan::transform_names()))]
     transform: Option<Vec<String>>,
+    #[command(flatten)]
+    options: SolveOptionsArgs,
     /// Statistics file to solve from
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "calib", help_heading = "Calibration text")]
     stats: Option<PathBuf>,
-    /// default: what measurements favour; paper: the method exactly as published
-    #[arg(long, default_value_t = Preset::Default)]
-    preset: Preset,
-    /// Exponent p of Λ in T, instead of the preset's
-    #[arg(long, value_name = "P", allow_hyphen_values = true)]
-    exponent: Option<f64>,
-    /// The transform's last, orthogonal factor, instead of the preset's
-    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(plan::factor_names()))]
-    factor: Option<String>,
-    /// Which heads' keys are centred, instead of the preset's
-    #[arg(long, value_name = "WHICH")]
-    center_keys: Option<CenterKeys>,
-    /// Encode with error feedback
-    #[arg(long)]
-    feedback: bool,
+    /// Text to calibrate on, once for all transforms of the list: a source as for `wush calibrate`. Nothing is kept of it
+    #[arg(long, value_name = "SOURCE", help_heading = "Calibration text")]
+    calib: Option<CalibSource>,
+    /// Number of sequences [default: 128; all of them when the source is token-id lists]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number, requires = "calib")]
+    #[arg(help_heading = "Calibration text")]
+    sequences: Option<usize>,
+    /// Tokens a sequence [default: as long as what is evaluated]; not with token-id lists
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number, requires = "calib")]
+    #[arg(help_heading = "Calibration text")]
+    calib_seq_len: Option<usize>,
+    /// Column or key of the text
+    #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD, requires = "calib")]
+    #[arg(help_heading = "Calibration text")]
+    calib_text_field: String,
+}
+
+impl TransformListArgs {
+    /// The request that was typed.
+    pub fn request(self) -> TransformsRequest {
+        let Self { transform, options, stats, calib, sequences, calib_seq_len, calib_text_field } = self;
+        let text =
+            |source| CalibrationRequest { source, text_field: calib_text_field, sequences, seq_len: calib_seq_len };
+        TransformsRequest {
+            names: transform,
+            settings: options.request(plan::DEFAULT_TRANSFORM.to_owned()),
+            statistics: match (stats, calib) {
+                (Some(path), _) => StatisticsSource::File(path),
+                (None, Some(source)) => StatisticsSource::Text(text(source)),
+                (None, None) => StatisticsSource::None,
+            },
+        }
+    }
+}
+
+impl CacheArgs {
+    fn protocol(&self) -> Protocol {
+        let Self { chunk, sink, keep, flush, .. } = *self;
+        Protocol { chunk, sink, keep, flush }
+    }
 }
 
 impl EvalPplArgs {
     /// The request that was typed.
     pub fn request(self) -> EvalPplRequest {
         let Self { model, text, text_field, seq_len, windows, cache, transforms } = self;
-        let CacheArgs { bits, quantizer, chunk, sink, keep, flush } = cache;
-        let TransformListArgs { transform, stats, preset, exponent, factor, center_keys, feedback } = transforms;
         EvalPplRequest {
             model: model.request(),
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
-            protocol: Protocol { chunk, sink, keep, flush },
-            bits,
-            quantizers: quantizer,
-            transforms: transform,
-            settings: SolveSettings {
-                exponent,
-                factor,
-                center_keys,
-                feedback: feedback.then_some(true),
-                ..SolveSettings::of_preset(plan::DEFAULT_TRANSFORM, preset)
-            },
-            statistics: stats,
+            protocol: cache.protocol(),
+            bits: cache.bits,
+            quantizers: cache.quantizer,
+            transforms: transforms.request(),
         }
     }
 }

@@ -1,0 +1,277 @@
+//! What an evaluation compares: transforms solved from the same statistics (calibrated once, or a file's), or a bundle's own;
+//! each becomes every layer's cache with a quantizer.
+
+use std::path::{Path, PathBuf};
+
+use wush_eval::cache::{LayerCache, Side};
+use wush_format::bundle::{
+    FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
+};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::{Calibration, Manifest};
+use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
+use wush_quant::{Bits, Codec, Feedback, Method, Role, ScaleDtype};
+use wush_stats::Statistics;
+
+use crate::calibrate::accumulate;
+use crate::error::{InStage, STATISTICS};
+use crate::model::Model;
+use crate::paths::require_kind;
+use crate::plan::{
+    CalibrationPlan, DEFAULT_EVAL_TRANSFORMS, Purpose, SolvePlan, describe_calibration, describe_time, load_sequences,
+};
+use crate::request::{Environment, Gather, SolveSettings, StatisticsSource, TransformsRequest};
+use crate::solve::{solve_statistics, solve_without_statistics};
+use crate::{PipelineError, Result};
+
+/// Name of a bundle's own transforms.
+const OWN: &str = "bundle";
+
+/// What will be compared, checked before anything runs.
+pub(crate) enum Comparison {
+    /// A bundle with its own transforms.
+    Bundle,
+    /// Transforms to solve.
+    Solve {
+        /// One a transform of the list.
+        plans: Vec<SolvePlan>,
+        /// What they are solved from.
+        from: Basis,
+    },
+}
+
+/// Where statistics come from.
+pub(crate) enum Basis {
+    /// No transform needs any.
+    Nothing,
+    /// A file.
+    File(PathBuf),
+    /// Text.
+    Text(Box<CalibrationPlan>),
+}
+
+impl Comparison {
+    /// Reads the list and, if a transform needs statistics, cuts the calibration text; without a length of its own it is cut
+    /// into sequences of `seq_len` tokens, the length of what is evaluated.
+    ///
+    /// # Errors
+    /// `Option` for a bundle with a list or statistics, and for a transform that needs statistics without any; whatever
+    /// cannot be read.
+    pub(crate) fn plan(
+        model: &Model,
+        request: &TransformsRequest,
+        seq_len: usize,
+        env: &Environment<'_>,
+    ) -> Result<Self> {
+        if model.checkpoint.is_bundle() {
+            return of_bundle(request);
+        }
+        let default = || DEFAULT_EVAL_TRANSFORMS.map(str::to_owned).to_vec();
+        let names = request.names.clone().unwrap_or_else(default);
+        let plan = |transform| SolvePlan::new(&SolveSettings { transform, ..request.settings.clone() });
+        let plans: Vec<SolvePlan> = names.into_iter().map(plan).collect::<Result<_>>()?;
+        let Some(needing) = plans.iter().find(|plan| plan.kind.needs_statistics) else {
+            return Ok(Self::Solve { plans, from: Basis::Nothing });
+        };
+        let from = match &request.statistics {
+            StatisticsSource::File(path) => Basis::File(path.clone()),
+            StatisticsSource::Text(text) => {
+                let packed = load_sequences(model, text, Purpose::Comparison { seq_len }, env)?;
+                let gather = Gather::for_transforms(plans.iter().map(|plan| plan.kind));
+                Basis::Text(Box::new(CalibrationPlan::new(model, packed, gather)?))
+            }
+            StatisticsSource::None => {
+                return Err(PipelineError::Option {
+                    option: "--transform",
+                    expected: "statistics for it: --calib SOURCE, or --stats FILE as `wush calibrate` writes it"
+                        .to_owned(),
+                    found: needing.kind.name.to_owned(),
+                });
+            }
+        };
+        Ok(Self::Solve { plans, from })
+    }
+
+    /// Says what will be done.
+    pub(crate) fn announce(&self, model: &Model, env: &Environment<'_>) {
+        if let Self::Solve { from: Basis::Text(calibration), .. } = self {
+            env.monitor.note(&describe_calibration(calibration, None));
+            describe_time(model, calibration).iter().for_each(|note| env.monitor.note(note));
+        }
+    }
+
+    /// Calibrates, once, if it must, and solves; `model_hash` is that of the model's weights.
+    ///
+    /// # Errors
+    /// `OtherWeights` for statistics or a sidecar of another model; `NotGathered`; `Solve`; `Interrupted`, and nothing is kept.
+    pub(crate) fn candidates(&self, model: &Model, model_hash: Sha, env: &Environment<'_>) -> Result<Vec<Candidate>> {
+        let (plans, from) = match self {
+            Self::Bundle => return Ok(vec![own(model, model_hash)?]),
+            Self::Solve { plans, from } => (plans, from),
+        };
+        let statistics = match from {
+            Basis::Nothing => None,
+            Basis::File(path) => Some(read(path, model_hash)?),
+            Basis::Text(plan) => {
+                let done = accumulate(model, plan, None, env.monitor).in_stage("calibrate")?;
+                Some((done.statistics, None))
+            }
+        };
+        let candidate = |plan: &SolvePlan| {
+            let transforms = match &statistics {
+                Some((statistics, hash)) if plan.kind.needs_statistics => {
+                    solve_statistics(statistics, *hash, plan, env.monitor)
+                }
+                _ => solve_without_statistics(model, model_hash, plan, env.monitor),
+            };
+            let transforms = transforms.in_stage("solve")?;
+            let calibration = transforms.calibration.clone();
+            Ok(Candidate { name: plan.kind.name.to_owned(), calibration, source: Source::Solved(Box::new(transforms)) })
+        };
+        plans.iter().map(candidate).collect()
+    }
+}
+
+/// A bundle takes nothing beside itself.
+fn of_bundle(request: &TransformsRequest) -> Result<Comparison> {
+    let given = match (&request.names, &request.statistics) {
+        (Some(_), _) => Some("--transform"),
+        (_, StatisticsSource::File(_)) => Some("--stats"),
+        (_, StatisticsSource::Text(_)) => Some("--calib"),
+        (None, StatisticsSource::None) => None,
+    };
+    match given {
+        Some(option) => Err(PipelineError::Option {
+            option,
+            expected: "none: a bundle is evaluated with its own transforms".to_owned(),
+            found: "one".to_owned(),
+        }),
+        None => Ok(Comparison::Bundle),
+    }
+}
+
+/// A statistics file of this model, and its hash.
+fn read(path: &Path, expected: Sha) -> Result<(Statistics, Option<Sha>)> {
+    require_kind(path, STATISTICS)?;
+    let statistics = Statistics::load(path)?;
+    let found = statistics.info.model_hash;
+    if found != expected {
+        return Err(PipelineError::OtherWeights { path: path.to_owned(), found, expected });
+    }
+    Ok((statistics, Some(hash_file(path)?.0)))
+}
+
+/// One way to transform a cache.
+pub(crate) struct Candidate {
+    /// In the registry; "bundle" for a bundle's own.
+    pub(crate) name: String,
+    /// What its statistics are over; none where it needed none.
+    pub(crate) calibration: Option<Calibration>,
+    source: Source,
+}
+
+/// Where a candidate's matrices come from.
+enum Source {
+    /// Solved, f64; values are transformed by the cache.
+    Solved(Box<Transforms>),
+    /// A bundle's: its values are in transformed coordinates already.
+    Bundle { keys: KeySidecar, values: Option<ValueFeedback> },
+}
+
+impl Candidate {
+    /// Every layer's cache with this quantizer.
+    ///
+    /// # Errors
+    /// `Quant` for a parameter out of range or a matrix that is no feedback's.
+    pub(crate) fn layers(&self, quantizer: &Method, bits: Bits) -> Result<Vec<LayerCache>> {
+        let codec = |role: Role, dim: usize| -> Result<Codec> {
+            Ok(Codec::new(dim, quantizer.quantizer(bits, role, ScaleDtype::Bf16)?)?)
+        };
+        let layers: Vec<Result<LayerCache>> = match &self.source {
+            Source::Solved(transforms) => transforms.layers.values().map(|layer| solved(layer, &codec)).collect(),
+            Source::Bundle { keys, values } => {
+                let feedback = |id: &usize| values.as_ref().and_then(|values| values.layers.get(id));
+                keys.layers.iter().map(|(id, layer)| bundled(layer, feedback(id), &codec)).collect()
+            }
+        };
+        layers.into_iter().collect()
+    }
+}
+
+/// A codec for keys or values of a head dimension.
+type MakeCodec<'a> = &'a dyn Fn(Role, usize) -> Result<Codec>;
+
+fn solved(layer: &LayerTransforms, codec: MakeCodec<'_>) -> Result<LayerCache> {
+    let keys = Side {
+        reader: readers(&layer.key, true),
+        transform: narrow(&layer.key.data),
+        mean: layer.key_mean.as_deref().map(narrow),
+        codec: codec(Role::Key, layer.key.dim)?,
+        feedback: layer.key_feedback.as_ref().map(|l| feedback(&narrow(&l.data), l.dim)).transpose()?,
+    };
+    let values = Side {
+        reader: readers(&layer.value, false),
+        transform: narrow(&layer.value.data),
+        mean: None,
+        codec: codec(Role::Value, layer.value.dim)?,
+        feedback: layer.value_feedback.as_ref().map(|l| feedback(&narrow(&l.data), l.dim)).transpose()?,
+    };
+    Ok(LayerCache { keys: Some(keys), values: Some(values) })
+}
+
+fn bundled(layer: &KeyLayer, values: Option<&FeedbackLayer>, codec: MakeCodec<'_>) -> Result<LayerCache> {
+    let dim = layer.head_dim;
+    let identity: Vec<f32> =
+        (0..layer.n_kv_heads * dim * dim).map(|at| if at / dim % dim == at % dim { 1.0 } else { 0.0 }).collect();
+    let keys = Side {
+        transform: layer.key.clone(),
+        reader: layer.query.clone(),
+        mean: layer.key_mean.clone(),
+        codec: codec(Role::Key, dim)?,
+        feedback: layer.key_feedback.as_ref().map(|l| feedback(l, dim)).transpose()?,
+    };
+    let values = Side {
+        transform: identity.clone(),
+        reader: identity,
+        mean: None,
+        codec: codec(Role::Value, dim)?,
+        feedback: values.map(|l| feedback(&l.value_feedback, dim)).transpose()?,
+    };
+    Ok(LayerCache { keys: Some(keys), values: Some(values) })
+}
+
+/// T^{-1} of every head, transposed for queries.
+fn readers(transforms: &HeadMatrices, transposed: bool) -> Vec<f32> {
+    let dim = transforms.dim;
+    let of_head = |head| {
+        let inverse = wush_fold::invert(transforms.head(head), dim).matrix;
+        let at = move |at: usize| if transposed { (at % dim) * dim + at / dim } else { at };
+        (0..dim * dim).map(move |index| inverse[at(index)] as f32)
+    };
+    (0..transforms.n_heads).flat_map(of_head).collect()
+}
+
+/// One encoder a head, from `[n_kv, d, d]`.
+fn feedback(matrices: &[f32], dim: usize) -> Result<Vec<Feedback>> {
+    Ok(matrices.chunks_exact(dim * dim).map(|l| Feedback::new(dim, l)).collect::<Result<_, _>>()?)
+}
+
+fn narrow(data: &[f64]) -> Vec<f32> {
+    data.iter().map(|&x| x as f32).collect()
+}
+
+/// A bundle's own key transforms, mean keys and feedback.
+fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
+    let folder = model.dir().join(WUSH_DIR);
+    let keys = KeySidecar::load(&folder.join(KEY_TRANSFORMS))?;
+    let feedback = folder.join(VALUE_FEEDBACK);
+    let values = if feedback.exists() { Some(ValueFeedback::load(&feedback)?) } else { None };
+    let belongs = |name: &str, found: Sha| match found == model_hash {
+        true => Ok(()),
+        false => Err(PipelineError::OtherWeights { path: folder.join(name), found, expected: model_hash }),
+    };
+    belongs(KEY_TRANSFORMS, keys.model_hash)?;
+    values.iter().try_for_each(|values| belongs(VALUE_FEEDBACK, values.model_hash))?;
+    let calibration = Manifest::load(&folder.join(MANIFEST))?.calibration;
+    Ok(Candidate { name: OWN.to_owned(), calibration, source: Source::Bundle { keys, values } })
+}
