@@ -167,3 +167,30 @@ fn what_cannot_be_evaluated_is_said_before_anything_runs() {
         assert!(run.stderr.contains(&format!("{option}: expected")), "{run:?}");
     }
 }
+
+#[test]
+fn the_page_holds_a_chart_a_quantizer_and_the_table_and_loads_nothing() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let list = ["--bits", "4,2", "--transform", "identity,hadamard", "--quantizer", "quest,oscar:0.9"];
+    let report = report(&program, &on_model(), &[&list[..], &["--html", "ppl.html"]].concat());
+    let page = std::fs::read_to_string(scratch.join("ppl.html")).expect("a page");
+    assert_eq!(page.matches("<svg").count(), 2, "one a quantizer");
+    assert_eq!(page.matches("<circle").count(), 8, "one a row");
+    for row in report["rows"].as_array().expect("rows") {
+        let ppl = format!("<td>{:.4}</td>", row["ppl"].as_f64().expect("a number"));
+        assert!(page.contains(&ppl), "{ppl}");
+    }
+    for foreign in ["src=", "href=", "url(", "@import", "<script", "<link"] {
+        assert!(!page.contains(foreign), "{foreign}");
+    }
+    // Over an older page, and over nothing else.
+    assert!(
+        evaluate(&program, &on_model(), &["--bits", "8", "--transform", "identity", "--html", "ppl.html"]).code
+            == Some(0)
+    );
+    let inside = model().join("ppl.html");
+    let refused = evaluate(&program, &on_model(), &["--html", inside.to_str().expect("test paths are UTF-8")]);
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert!(!inside.exists());
+}

@@ -1,5 +1,8 @@
 //! What can go wrong.
 
+use std::io;
+
+use plotters::drawing::DrawingAreaErrorKind;
 use wush_model::ModelError;
 use wush_quant::QuantError;
 
@@ -15,6 +18,9 @@ pub enum EvalError {
     /// A quantizer refused its parameters.
     #[error(transparent)]
     Quant(#[from] QuantError),
+    /// A chart could not be drawn.
+    #[error("plot: {0}")]
+    Plot(#[from] DrawingAreaErrorKind<io::Error>),
     /// Matrices or vectors of a cache that are not the model's.
     #[error("layer {layer}: {what} has {found} values, and the model needs {expected}")]
     Shape {
@@ -38,6 +44,7 @@ impl EvalError {
         match self {
             Self::Model(error) => error.hint(),
             Self::Quant(error) => error.hint().map(str::to_owned),
+            Self::Plot(_) => None,
             Self::Shape { .. } => Some("solve the transforms on statistics of this model".to_owned()),
             Self::NothingToScore => Some("pass a longer text or a smaller --seq-len".to_owned()),
         }

@@ -6,6 +6,7 @@
 
 pub mod cache;
 pub mod perplexity;
+pub mod plot;
 
 mod error;
 mod windows;

@@ -1,6 +1,7 @@
-//! A report as one HTML page: no script, no font, no picture from elsewhere; light or dark as the reader's system is.
+//! A report as one HTML page.
 
 use crate::number::{count, digest};
+use crate::page::{escape, number_table, page, pair_list};
 use crate::report::{Kind, Report, State, Verdict};
 use crate::svg::{HeatMap, heat_map};
 use crate::text::{key_condition, layer_rows, layers_title, noted, value_condition};
@@ -95,17 +96,8 @@ pub fn to_html(report: &Report) -> String {
     } else {
         format!("<h2>Layers and heads</h2><div class=\"maps\">{}</div>{}", maps.concat(), layers(report))
     };
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <meta name=\"color-scheme\" content=\"light dark\"><title>{}: {}</title><style>{STYLE}</style></head>\n\
-         <body><main>{}{}{}{maps}</main></body></html>\n",
-        report.kind.name(),
-        escape(&report.path),
-        header(report),
-        facts(report),
-        checks(report),
-    )
+    let title = format!("{}: {}", report.kind.name(), report.path);
+    page(&title, &[header(report), facts(report), checks(report), maps].concat())
 }
 
 fn header(report: &Report) -> String {
@@ -133,10 +125,8 @@ fn header(report: &Report) -> String {
 
 fn facts(report: &Report) -> String {
     let hash = report.model_hash.map(|hash| ("model hash".to_owned(), digest(&hash)));
-    let pairs = report.facts.iter().map(|fact| (fact.name.clone(), fact.value.clone())).chain(hash);
-    let rows: String =
-        pairs.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(&name), escape(&value))).collect();
-    if rows.is_empty() { String::new() } else { format!("<dl>{rows}</dl>") }
+    let pairs: Vec<_> = report.facts.iter().map(|fact| (fact.name.clone(), fact.value.clone())).chain(hash).collect();
+    pair_list(&pairs)
 }
 
 fn checks(report: &Report) -> String {
@@ -160,63 +150,8 @@ fn checks(report: &Report) -> String {
 fn layers(report: &Report) -> String {
     let rows = layer_rows(report);
     let Some((titles, rows)) = rows.split_first() else { return String::new() };
-    let cells = |tag: &str, row: &[String]| -> String {
-        let cells: String = row.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
-        format!("<tr>{cells}</tr>")
-    };
-    let body: String = rows.iter().map(|row| cells("td", row)).collect();
-    format!(
-        "<h2>Numbers</h2><p class=\"note\">{}</p><div class=\"wide\"><table class=\"numbers\">{}{body}</table></div>",
-        layers_title(report),
-        cells("th", titles),
-    )
+    format!("<h2>Numbers</h2><p class=\"note\">{}</p>{}", layers_title(report), number_table(titles, rows))
 }
-
-/// Text of a file or a path, safe inside an element and an attribute.
-fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
-}
-
-const STYLE: &str = "\
-:root{color-scheme:light dark;--bg:#fbfbfd;--card:#fff;--ink:#1c1e26;--dim:#646b7a;--line:#e3e5ec;--ok:#14794a;--warn:#8a6100;--bad:#b3261e}\
-@media(prefers-color-scheme:dark){:root{--bg:#14161c;--card:#1b1e26;--ink:#e8eaf0;--dim:#9aa1b2;--line:#2d313d;--ok:#5fd39b;--warn:#e8c15a;--bad:#ff8a80}}\
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}\
-main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}h1{font-size:26px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 12px}\
-p{margin:0}code,dd{font-family:ui-monospace,monospace;font-size:13px;overflow-wrap:anywhere}\
-header{display:flex;gap:24px;justify-content:space-between;align-items:flex-start;flex-wrap:wrap}header p{color:var(--dim)}\
-.verdict{padding:10px 18px;border:1px solid;border-radius:12px;text-align:right}.verdict b{display:block;font-size:20px}\
-.verdict span{font-size:13px}.verdict.ok{color:var(--ok)}.verdict.bad{color:var(--bad)}\
-dl{display:grid;grid-template-columns:max-content 1fr;gap:6px 18px;margin:24px 0 0;padding:16px 20px;background:var(--card);border:1px solid var(--line);border-radius:12px}\
-dt{color:var(--dim)}dd{margin:0;padding-top:1px}\
-.wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:12px}\
-table{border-collapse:collapse;width:100%}td,th{padding:8px 14px;text-align:left;vertical-align:top;border-top:1px solid var(--line);font-weight:400}\
-tr:first-child td,tr:first-child th{border-top:0}.checks td:first-child{white-space:nowrap;font-weight:600}.checks td:last-child{color:var(--dim);overflow-wrap:anywhere}\
-.checks th{min-width:8em}.note{color:var(--dim);font-size:13px;margin-bottom:10px}\
-.numbers td,.numbers th{padding:4px 12px;text-align:right;white-space:nowrap;font-size:13px;font-variant-numeric:tabular-nums}.numbers th{color:var(--dim)}\
-tr.ok td:first-child{color:var(--ok)}tr.warn td:first-child{color:var(--warn)}tr.bad td{color:var(--bad)}\
-.maps{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:18px}\
-figure{margin:0;padding:16px 18px;background:var(--card);border:1px solid var(--line);border-radius:12px}\
-figcaption b{display:block}figcaption span{display:block;color:var(--dim);font-size:13px;margin-bottom:10px}\
-svg{display:block;width:100%;height:auto}svg text{fill:var(--dim);font:10px system-ui,sans-serif}svg .axis{font-size:11px}\
-svg rect.none{fill:none;stroke:var(--line)}svg rect:hover{stroke:var(--ink);stroke-width:1.5}\
-.key{--lo:#e3eefb;--hi:#0b4a9e}.value{--lo:#e2f4ee;--hi:#0a6b52}.fold{--lo:#fdeedd;--hi:#a3470b}\
-@media(prefers-color-scheme:dark){.key{--lo:#1d2b42;--hi:#8ec5ff}.value{--lo:#17322b;--hi:#7be3bf}.fold{--lo:#3a2617;--hi:#ffb57a}}\
-.scale{display:flex;align-items:center;gap:8px;font-size:12px;color:var(--dim);margin-top:8px}\
-.scale i{height:8px;width:120px;border-radius:4px;background:linear-gradient(in oklab to right,var(--lo),var(--hi))}\
-@media(max-width:640px){main{padding:20px 12px 40px}.verdict{text-align:left}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:8px}\
-.checks tr,.checks td,.checks th{display:block;border:0;padding:0}.checks tr{padding:8px 12px;border-top:1px solid var(--line)}.checks tr:first-child{border-top:0}}\
-@media print{body{background:none}figure,.wide,dl{break-inside:avoid}}";
 
 #[cfg(test)]
 mod tests {

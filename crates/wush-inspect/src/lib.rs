@@ -24,6 +24,7 @@ mod index;
 mod inspect;
 mod manifest;
 mod number;
+pub mod page;
 mod report;
 mod sidecars;
 mod solver;

@@ -12,6 +12,8 @@ use wush_model::decoder::Decoder;
 use crate::candidates::{Candidate, Comparison};
 use crate::error::InStage;
 use crate::model::Model;
+use crate::page::{perplexity_page, write_page};
+use crate::paths::require_page;
 use crate::plan::{Purpose, describe_model, load_sequences, longest, n_tokens};
 use crate::report::{EvalPplReport, ModelInfo, PerplexityRow};
 use crate::request::{Environment, EvalPplRequest};
@@ -20,17 +22,20 @@ use crate::{PipelineError, Result};
 /// Name of the row without quantization.
 const UNQUANTIZED: &str = "none";
 /// Its bits.
-const UNQUANTIZED_BITS: u8 = 16;
+pub(crate) const UNQUANTIZED_BITS: u8 = 16;
 
 /// `wush eval ppl`: a text's perplexity without and with each cache.
 ///
 /// # Errors
 /// What cannot be read; `Option` for a transform that needs statistics without any, or a bundle with `--transform`;
-/// `Solve`; `Interrupted`.
+/// `Solve`; `OutputInsideSource` for a page among the model's files; `Interrupted`.
 pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalPplReport> {
     let clock = Instant::now();
     check_protocol(request.protocol)?;
     let model = Model::resolve_any(&request.model, env)?;
+    if let Some(page) = &request.html {
+        require_page(page, &[model.dir()])?;
+    }
     env.monitor.note(&describe_model(&model));
     let text = load_sequences(&model, &request.text, Purpose::Score, env)?;
     let seq_len = longest(&text.sequences);
@@ -41,7 +46,7 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
     let notes = notes(&candidates, seq_len);
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let rows = rows(&model, &text.sequences, &candidates, request, env)?;
-    Ok(EvalPplReport {
+    let report = EvalPplReport {
         model: ModelInfo::new(&model, model_hash),
         text: text.source,
         sequences: text.sequences.len() as u64,
@@ -51,7 +56,11 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
         rows,
         notes,
         seconds: clock.elapsed().as_secs_f64(),
-    })
+    };
+    if let Some(path) = &request.html {
+        write_page(&perplexity_page(&report)?, path, env.monitor)?;
+    }
+    Ok(report)
 }
 
 /// Scores the text without quantization and through every cache, telling each row when it is done.

@@ -1,14 +1,8 @@
 //! The audit, with hub ids resolved, and its page.
 
-use std::io::Read;
-use std::path::Path;
-
-use wush_format::FormatError;
-use wush_format::atomic::write_file;
-use wush_format::monitor::Monitor;
-
 use crate::Result;
 use crate::model::find;
+use crate::page::write_page;
 use crate::paths::require_page;
 use crate::request::{Environment, InspectRequest};
 
@@ -25,29 +19,7 @@ pub fn inspect(request: &InspectRequest, env: &Environment<'_>) -> Result<wush_i
     }
     let report = wush_inspect::inspect(&request.path, base, env.monitor)?;
     if let Some(page) = &request.html {
-        write_html(&report, page, env.monitor)?;
+        write_page(&wush_inspect::to_html(&report), page, env.monitor)?;
     }
     Ok(report)
-}
-
-/// Writes a report as one self-contained page, over an older page if there is one.
-fn write_html(report: &wush_inspect::Report, path: &Path, monitor: &dyn Monitor) -> Result<()> {
-    let page = wush_inspect::to_html(report);
-    let is_there = path.symlink_metadata().is_ok();
-    if is_there && !starts_alike(path, page.as_bytes()) {
-        return Err(FormatError::Exists { path: path.to_owned() }.into());
-    }
-    write_file(path, page.as_bytes())?;
-    let replaced = if is_there { ", in place of an older one" } else { "" };
-    monitor.note(&format!("page: {}{replaced}", path.display()));
-    Ok(())
-}
-
-/// Whether `path` is a regular file with the first bytes of a page.
-fn starts_alike(path: &Path, page: &[u8]) -> bool {
-    const DOCTYPE: usize = "<!doctype html>".len();
-    let is_file = path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
-    let mut start = [0; DOCTYPE];
-    let mut read = || std::fs::File::open(path)?.read_exact(&mut start);
-    is_file && read().is_ok() && page.starts_with(&start)
 }

@@ -36,6 +36,7 @@ mod inspect;
 mod merge;
 mod model;
 mod notes;
+mod page;
 mod paths;
 mod solve;
 mod unfold;

@@ -467,6 +467,8 @@ pub struct EvalPplRequest {
     pub quantizers: Vec<Method>,
     /// What it is compared with.
     pub transforms: TransformsRequest,
+    /// `--html`: a page to write.
+    pub html: Option<PathBuf>,
 }
 
 /// The transforms that an evaluation compares.

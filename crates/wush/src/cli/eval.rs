@@ -43,6 +43,9 @@ pub struct EvalPplArgs {
     /// Number of windows [default: all]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
     windows: Option<usize>,
+    /// Also write the report as one self-contained page with plots, in place of an older one; outside of MODEL
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     #[command(flatten)]
     cache: CacheArgs,
     #[command(flatten)]
@@ -130,7 +133,7 @@ impl CacheArgs {
 impl EvalPplArgs {
     /// The request that was typed.
     pub fn request(self) -> EvalPplRequest {
-        let Self { model, text, text_field, seq_len, windows, cache, transforms } = self;
+        let Self { model, text, text_field, seq_len, windows, html, cache, transforms } = self;
         EvalPplRequest {
             model: model.request(),
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
@@ -138,6 +141,7 @@ impl EvalPplArgs {
             bits: cache.bits,
             quantizers: cache.quantizer,
             transforms: transforms.request(),
+            html,
         }
     }
 }

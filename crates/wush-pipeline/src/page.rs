@@ -1,0 +1,123 @@
+//! Reports of evaluations as self-contained pages, and how a page is written.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::Path;
+
+use wush_eval::Protocol;
+use wush_eval::plot::{Chart, Series, svg};
+use wush_format::FormatError;
+use wush_format::atomic::write_file;
+use wush_format::monitor::Monitor;
+use wush_inspect::page::{charts, escape, number_table, page, pair_list};
+
+use crate::human::counted;
+use crate::report::{EvalPplReport, PerplexityRow};
+use crate::{PipelineError, Result};
+
+/// A perplexity report: a chart a quantizer, with a line a transform over bits, and the table.
+///
+/// # Errors
+/// `Eval` when a chart cannot be laid out.
+pub(crate) fn perplexity_page(report: &EvalPplReport) -> Result<String> {
+    let Protocol { chunk, sink, keep, flush } = report.protocol;
+    let windows = counted(report.sequences, "window");
+    let text = format!("{}: {windows} of up to {} tokens", report.text, report.seq_len);
+    let cache = format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}");
+    let calibration = report.calibration.as_ref().map(|calibration| {
+        let sequences = counted(calibration.sequences, "sequence");
+        format!("{}: {sequences} of up to {} tokens", calibration.source, calibration.max_seq_len)
+    });
+    let facts = [Some(("text", text)), Some(("cache", cache)), calibration.map(|text| ("calibration", text))];
+    let notes = report.notes.iter().map(|note| ("note", note.clone()));
+    let facts: Vec<_> = facts.into_iter().flatten().chain(notes).map(|(name, text)| (name.to_owned(), text)).collect();
+    let plots = perplexity_charts(&report.rows).iter().map(svg).collect::<Result<Vec<_>, _>>();
+    let plots = plots.map_err(PipelineError::from)?;
+    let header =
+        format!("<header><div><h1>Perplexity</h1><p><code>{}</code></p></div></header>", escape(&report.model.id));
+    let parts =
+        [header, pair_list(&facts), heading("By bits"), charts(&plots), heading("Numbers"), table(&report.rows)];
+    Ok(page(&format!("perplexity: {}", report.model.id), &parts.concat()))
+}
+
+fn heading(text: &str) -> String {
+    format!("<h2>{}</h2>", escape(text))
+}
+
+fn table(rows: &[PerplexityRow]) -> String {
+    let titles = ["transform", "quantizer", "bits", "perplexity", "nll", "tokens"].map(str::to_owned);
+    let cells = |row: &PerplexityRow| {
+        let PerplexityRow { transform, quantizer, bits, ppl, nll, tokens } = row;
+        vec![
+            transform.clone(),
+            quantizer.clone(),
+            bits.to_string(),
+            format!("{ppl:.4}"),
+            format!("{nll:.5}"),
+            tokens.to_string(),
+        ]
+    };
+    number_table(&titles, &rows.iter().map(cells).collect::<Vec<_>>())
+}
+
+/// A chart a quantizer; the row without quantization is the level of each.
+fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
+    let (unquantized, rows): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.bits == crate::eval::UNQUANTIZED_BITS);
+    let level = unquantized.first().map(|row| ("unquantized".to_owned(), row.ppl));
+    // From the most bits to the fewest: the price grows to the right.
+    let bits: BTreeSet<u8> = rows.iter().map(|row| row.bits).collect();
+    let bits: Vec<u8> = bits.into_iter().rev().collect();
+    let chart = |quantizer: &str| {
+        let rows: Vec<&PerplexityRow> = rows.iter().copied().filter(|row| row.quantizer == quantizer).collect();
+        let series = distinct(rows.iter().map(|row| row.transform.as_str())).into_iter().map(|transform| {
+            let at =
+                |bits: &u8| rows.iter().find(|row| row.transform == transform && row.bits == *bits).map(|row| row.ppl);
+            Series { name: transform.to_owned(), values: bits.iter().map(at).collect() }
+        });
+        Chart {
+            title: quantizer.to_owned(),
+            x_label: "bits".to_owned(),
+            y_label: "perplexity".to_owned(),
+            places: bits.iter().map(u8::to_string).collect(),
+            series: series.collect(),
+            level: level.clone(),
+            logarithmic: true,
+        }
+    };
+    distinct(rows.iter().map(|row| row.quantizer.as_str())).into_iter().map(chart).collect()
+}
+
+/// Each once, in the order of its first appearance.
+fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut seen = Vec::new();
+    names.for_each(|name| {
+        if !seen.contains(&name) {
+            seen.push(name);
+        }
+    });
+    seen
+}
+
+/// Writes a page, over an older page if there is one.
+///
+/// # Errors
+/// `Exists` for anything else at `path`; `Io`.
+pub(crate) fn write_page(page: &str, path: &Path, monitor: &dyn Monitor) -> Result<()> {
+    let is_there = path.symlink_metadata().is_ok();
+    if is_there && !starts_alike(path, page.as_bytes()) {
+        return Err(FormatError::Exists { path: path.to_owned() }.into());
+    }
+    write_file(path, page.as_bytes())?;
+    let replaced = if is_there { ", in place of an older one" } else { "" };
+    monitor.note(&format!("page: {}{replaced}", path.display()));
+    Ok(())
+}
+
+/// Whether `path` is a regular file with the first bytes of a page.
+fn starts_alike(path: &Path, page: &[u8]) -> bool {
+    const DOCTYPE: usize = "<!doctype html>".len();
+    let is_file = path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
+    let mut start = [0; DOCTYPE];
+    let mut read = || std::fs::File::open(path)?.read_exact(&mut start);
+    is_file && read().is_ok() && page.starts_with(&start)
+}
