@@ -11,12 +11,12 @@ use wush_checkpoint::Checkpoint;
 use wush_format::monitor::{Monitor, Quiet};
 
 use crate::attention::{AttentionProduct, Exact, Place};
-use crate::backend::{Backend, Mlp};
+use crate::backend::Backend;
 use crate::error::{ModelError, Result};
-use crate::layer::{Layer, Linear, Norm};
+use crate::layer::{Layer, Norm, Qkv};
 use crate::observer::Observer;
-use crate::rope::{RopeTable, RopeTables};
-use crate::spec::{AttentionSpec, LayerSpec, MlpSpec, ModelSpec, QkNorm};
+use crate::rope::{RopeTables, Span};
+use crate::spec::{LayerSpec, MlpSpec, ModelSpec};
 use crate::weights;
 
 /// Tokens whose hidden states are kept while one layer's weights are resident. Larger amortizes widening better; at this
@@ -28,16 +28,9 @@ const LOGIT_ROWS: usize = 128;
 
 /// A decoder bound to a checkpoint and a device.
 pub struct Decoder<'a, B: Backend> {
-    checkpoint: &'a Checkpoint,
-    spec: &'a ModelSpec,
-    backend: &'a B,
-}
-
-/// Queries, keys and values of one sequence in one layer.
-struct Qkv<T> {
-    q: T,
-    k: T,
-    v: T,
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) spec: &'a ModelSpec,
+    pub(crate) backend: &'a B,
 }
 
 /// How far a pass goes.
@@ -138,17 +131,21 @@ impl<'a, B: Backend> Decoder<'a, B> {
         for (id, spec) in self.spec.layers.iter().enumerate() {
             let layer = Layer::load(self.checkpoint, spec, self.backend)?;
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, lengths());
+            tables.prepare(rope, lengths().map(Span::whole));
             observer.begin(id)?;
             let watched: &O = observer;
             let step = |(sequence, x): (usize, &mut B::Tensor)| {
                 if monitor.interrupted() {
                     return Err(ModelError::Interrupted);
                 }
-                let qkv = self.qkv(id, &layer, x, tables.of(rope, sequences[sequence].as_ref().len()));
-                let seen = watched.see(self.backend, id, &qkv.q, &qkv.k, &qkv.v)?;
+                let table = tables.of(rope, Span::whole(sequences[sequence].as_ref().len()));
+                let Qkv { q, k, v } = layer.qkv(self.backend, &spec.attn, x, table);
+                let seen = watched.see(self.backend, id, &q, &k, &v)?;
                 if depth == Depth::Full || id + 1 < n_layers {
-                    self.finish_layer(Place { layer: id, sequence }, &layer, x, qkv, attention)?;
+                    let place = Place { layer: id, sequence };
+                    let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
+                    drop((q, k, v));
+                    layer.finish(self.backend, spec, x, &attended);
                 }
                 if depth == Depth::Full {
                     self.check_finite(x, "hidden states", id, sequence)?;
@@ -163,7 +160,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(hidden)
     }
 
-    fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize, sequence: usize) -> Result<()> {
+    pub(crate) fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize, sequence: usize) -> Result<()> {
         let mut sums = vec![0.0; self.spec.hidden_size];
         self.backend.column_sum(x, &mut sums);
         match sums.iter().all(|sum| sum.is_finite()) {
@@ -225,7 +222,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Memory { layer: bytes(layer), activations: bytes(resident + working) }
     }
 
-    fn check<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<()> {
+    pub(crate) fn check<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<()> {
         for (sequence, ids) in sequences.iter().map(AsRef::as_ref).enumerate() {
             let wrong = |detail: String| ModelError::Sequence { sequence, detail };
             if ids.is_empty() {
@@ -238,66 +235,10 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(())
     }
 
-    fn embed<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<Vec<B::Tensor>> {
+    pub(crate) fn embed<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<Vec<B::Tensor>> {
         let table = weights::view(self.checkpoint, &self.spec.embedding)?;
         let embed = |ids: &S| self.backend.embed(table, ids.as_ref(), self.spec.embedding_scale);
         Ok(sequences.iter().map(embed).collect())
-    }
-
-    /// Queries, keys and values as the attention product gets them.
-    fn qkv(&self, id: usize, layer: &Layer<B>, x: &B::Tensor, table: Option<&RopeTable>) -> Qkv<B::Tensor> {
-        let spec = &self.spec.layers[id].attn;
-        let projections = [&layer.q, &layer.k, &layer.v].map(Linear::as_ref);
-        let [mut q, mut k, v] = self.backend.project(x, layer.attn_pre_norm.as_ref().map(Norm::as_ref), projections);
-        self.norm_and_rotate(&mut q, spec, &spec.q_norm, layer.q_norm.as_ref(), table);
-        self.norm_and_rotate(&mut k, spec, &spec.k_norm, layer.k_norm.as_ref(), table);
-        Qkv { q, k, v }
-    }
-
-    fn norm_and_rotate(
-        &self,
-        x: &mut B::Tensor,
-        spec: &AttentionSpec,
-        kind: &QkNorm,
-        norm: Option<&Norm<B>>,
-        table: Option<&RopeTable>,
-    ) {
-        let per_head = match kind {
-            QkNorm::PerHead(_) => norm.map(|norm| (&norm.weight, norm.eps)),
-            QkNorm::FullWidth(_) => {
-                if let Some(norm) = norm {
-                    *x = self.backend.norm(x, norm.as_ref());
-                }
-                None
-            }
-            QkNorm::None => None,
-        };
-        self.backend.head_norm_rope(x, spec.head_dim, per_head, table);
-    }
-
-    /// The rest of the layer after q, k and v: attention, output projection, MLP, residuals.
-    fn finish_layer(
-        &self,
-        place: Place,
-        layer: &Layer<B>,
-        x: &mut B::Tensor,
-        Qkv { q, k, v }: Qkv<B::Tensor>,
-        attention: &dyn AttentionProduct<B>,
-    ) -> Result<()> {
-        let spec = &self.spec.layers[place.layer];
-        let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
-        drop((q, k, v));
-        self.backend.add_projected(x, &attended, layer.o.as_ref(), layer.attn_post_norm.as_ref().map(Norm::as_ref));
-        let mlp = Mlp {
-            before: layer.mlp_pre_norm.as_ref().map(Norm::as_ref),
-            gate: layer.gate.as_ref(),
-            up: layer.up.as_ref(),
-            down: layer.down.as_ref(),
-            activation: spec.mlp.activation,
-            after: layer.mlp_post_norm.as_ref().map(Norm::as_ref),
-        };
-        self.backend.add_mlp(x, &mlp);
-        Ok(())
     }
 }
 

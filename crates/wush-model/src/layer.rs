@@ -1,10 +1,11 @@
-//! One layer's weights on the device, loaded by role.
+//! One layer: its weights on the device, loaded by role, and what they do before and after the attention product.
 
 use wush_checkpoint::Checkpoint;
 
-use crate::backend::{Affine, Backend, RmsNorm};
+use crate::backend::{Affine, Backend, Mlp, RmsNorm};
 use crate::error::Result;
-use crate::spec::{LayerSpec, NormSpec, Projection, QkNorm};
+use crate::rope::RopeTable;
+use crate::spec::{AttentionSpec, LayerSpec, NormSpec, Projection, QkNorm};
 use crate::weights;
 
 /// The weights of one layer; roles as in [`LayerSpec`].
@@ -22,6 +23,13 @@ pub(crate) struct Layer<B: Backend> {
     pub up: Linear<B>,
     pub down: Linear<B>,
     pub mlp_post_norm: Option<Norm<B>>,
+}
+
+/// Queries, keys and values of some tokens in one layer, as the attention product gets them: after bias, norm and RoPE.
+pub(crate) struct Qkv<T> {
+    pub q: T,
+    pub k: T,
+    pub v: T,
 }
 
 /// A norm's multiplier (1 already added where the family has 1 + w) and its epsilon.
@@ -70,6 +78,49 @@ impl<B: Backend> Layer<B> {
             mlp_post_norm: norm(&spec.mlp_post_norm)?,
         })
     }
+
+    /// What goes into the attention product, from the residual stream `x` `[tokens, hidden]`.
+    pub fn qkv(&self, backend: &B, spec: &AttentionSpec, x: &B::Tensor, table: Option<&RopeTable>) -> Qkv<B::Tensor> {
+        let projections = [&self.q, &self.k, &self.v].map(Linear::as_ref);
+        let [mut q, mut k, v] = backend.project(x, self.attn_pre_norm.as_ref().map(Norm::as_ref), projections);
+        norm_and_rotate(backend, &mut q, spec.head_dim, (&spec.q_norm, self.q_norm.as_ref()), table);
+        norm_and_rotate(backend, &mut k, spec.head_dim, (&spec.k_norm, self.k_norm.as_ref()), table);
+        Qkv { q, k, v }
+    }
+
+    /// The rest of the layer after the attention product, whose result is `attended`: output projection, MLP, residuals.
+    pub fn finish(&self, backend: &B, spec: &LayerSpec, x: &mut B::Tensor, attended: &B::Tensor) {
+        backend.add_projected(x, attended, self.o.as_ref(), self.attn_post_norm.as_ref().map(Norm::as_ref));
+        let mlp = Mlp {
+            before: self.mlp_pre_norm.as_ref().map(Norm::as_ref),
+            gate: self.gate.as_ref(),
+            up: self.up.as_ref(),
+            down: self.down.as_ref(),
+            activation: spec.mlp.activation,
+            after: self.mlp_post_norm.as_ref().map(Norm::as_ref),
+        };
+        backend.add_mlp(x, &mlp);
+    }
+}
+
+fn norm_and_rotate<B: Backend>(
+    backend: &B,
+    x: &mut B::Tensor,
+    head_dim: usize,
+    (kind, norm): (&QkNorm, Option<&Norm<B>>),
+    table: Option<&RopeTable>,
+) {
+    let per_head = match kind {
+        QkNorm::PerHead(_) => norm.map(|norm| (&norm.weight, norm.eps)),
+        QkNorm::FullWidth(_) => {
+            if let Some(norm) = norm {
+                *x = backend.norm(x, norm.as_ref());
+            }
+            None
+        }
+        QkNorm::None => None,
+    };
+    backend.head_norm_rope(x, head_dim, per_head, table);
 }
 
 impl<B: Backend> Norm<B> {

@@ -9,6 +9,7 @@ pub mod backend;
 pub mod cpu;
 pub mod decoder;
 pub mod observer;
+pub mod resident;
 pub mod rope;
 pub mod spec;
 pub mod weights;

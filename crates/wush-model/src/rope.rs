@@ -37,7 +37,25 @@ pub enum Frequencies {
     },
 }
 
-/// cos and sin of one sequence, `[tokens, rotary_dim / 2]` each, row-major.
+/// Consecutive positions of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first.
+    pub first: usize,
+    /// How many.
+    pub n_tokens: usize,
+    /// Tokens of the sequence that decide its frequencies: all of them.
+    pub seq_len: usize,
+}
+
+impl Span {
+    /// A whole sequence.
+    pub fn whole(n_tokens: usize) -> Self {
+        Self { first: 0, n_tokens, seq_len: n_tokens }
+    }
+}
+
+/// cos and sin of some positions, `[tokens, rotary_dim / 2]` each, row-major.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
     /// Coordinates that turn.
@@ -51,10 +69,15 @@ pub struct RopeTable {
 impl RopeSpec {
     /// Table for a sequence of `n_tokens` that starts at position 0.
     pub fn table(&self, n_tokens: usize) -> RopeTable {
-        let inv_freq = self.inverse_frequencies(n_tokens);
-        let n = n_tokens * inv_freq.len();
+        self.table_of(Span::whole(n_tokens))
+    }
+
+    /// Table for some positions of a sequence.
+    pub fn table_of(&self, span: Span) -> RopeTable {
+        let inv_freq = self.inverse_frequencies(span.seq_len);
+        let n = span.n_tokens * inv_freq.len();
         let (mut cos, mut sin) = (Vec::with_capacity(n), Vec::with_capacity(n));
-        for position in 0..n_tokens {
+        for position in span.first..span.first + span.n_tokens {
             for &omega in inv_freq.iter() {
                 // The angle is an f32 product, as in the reference; only the functions are taken in f64.
                 let angle = f64::from(position as f32 * omega);
@@ -63,6 +86,16 @@ impl RopeSpec {
             }
         }
         RopeTable { rotary_dim: self.rotary_dim, cos, sin }
+    }
+
+    /// Longest sequence that turns its first `n_tokens` as they turn alone; no bound when none. Beyond it, keys that are cached
+    /// would have to turn again.
+    pub fn same_up_to(&self, n_tokens: usize) -> Option<usize> {
+        match &self.frequencies {
+            Frequencies::Fixed(_) => None,
+            Frequencies::ByLength { original_len, .. } => (n_tokens <= *original_len).then_some(*original_len),
+            Frequencies::Dynamic { original_len, .. } => Some(n_tokens.max(*original_len)),
+        }
     }
 
     /// ω of every rotary pair, for a sequence of `n_tokens`.
@@ -81,24 +114,24 @@ impl RopeSpec {
     }
 }
 
-/// Rotary tables of a run, one a distinct (RoPE, length) pair, shared by layers and sequences.
+/// Rotary tables of a run, one a distinct (RoPE, positions) pair, shared by layers and sequences.
 #[derive(Debug, Default)]
-pub(crate) struct RopeTables(Vec<(RopeSpec, usize, RopeTable)>);
+pub(crate) struct RopeTables(Vec<(RopeSpec, Span, RopeTable)>);
 
 impl RopeTables {
-    /// Makes the tables that a layer needs for sequences of these lengths, where they are not there yet.
-    pub fn prepare(&mut self, rope: Option<&RopeSpec>, lengths: impl IntoIterator<Item = usize>) {
+    /// Makes the tables that a layer needs for these positions, where they are not there yet.
+    pub fn prepare(&mut self, rope: Option<&RopeSpec>, spans: impl IntoIterator<Item = Span>) {
         let Some(rope) = rope else { return };
-        for n_tokens in lengths {
-            if self.of(Some(rope), n_tokens).is_none() {
-                self.0.push((rope.clone(), n_tokens, rope.table(n_tokens)));
+        for span in spans {
+            if self.of(Some(rope), span).is_none() {
+                self.0.push((rope.clone(), span, rope.table_of(span)));
             }
         }
     }
 
-    /// The table of a layer and a length that were prepared; none without RoPE.
-    pub fn of(&self, rope: Option<&RopeSpec>, n_tokens: usize) -> Option<&RopeTable> {
-        let same = |(other, n, _): &&(RopeSpec, usize, RopeTable)| *n == n_tokens && Some(other) == rope;
+    /// The table of a layer and positions that were prepared; none without RoPE.
+    pub fn of(&self, rope: Option<&RopeSpec>, span: Span) -> Option<&RopeTable> {
+        let same = |(other, of, _): &&(RopeSpec, Span, RopeTable)| *of == span && Some(other) == rope;
         self.0.iter().find(same).map(|(_, _, table)| table)
     }
 }

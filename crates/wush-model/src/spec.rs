@@ -189,6 +189,11 @@ impl ModelSpec {
         self.layers.iter().all(|layer| layer.attn.logit_softcap.is_none())
     }
 
+    /// Longest sequence whose first `n_tokens` are computed as they are alone, in every layer; no bound when none.
+    pub fn same_rope_up_to(&self, n_tokens: usize) -> Option<usize> {
+        self.layers.iter().filter_map(|layer| layer.attn.rope.as_ref()?.same_up_to(n_tokens)).min()
+    }
+
     /// Every tensor slice that the forward reads, for a check against the checkpoint before work begins.
     pub fn slices(&self) -> Vec<&TensorSlice> {
         let mut all = vec![&self.embedding, &self.lm_head, &self.final_norm.weight];

@@ -8,9 +8,11 @@ use wush_format::tensor_file::TensorFile;
 use wush_model::arch;
 use wush_model::attention::Exact;
 use wush_model::backend::Backend;
-use wush_model::cpu::Cpu;
+use wush_model::cpu::{Cpu, Rows, Stored};
 use wush_model::decoder::Decoder;
 use wush_model::observer::{Moments, Observer};
+use wush_model::resident::Resident;
+use wush_model::rope::Span;
 use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result};
 
@@ -96,8 +98,13 @@ fn worst_difference(found: &[f64], expected: &[f64]) -> f64 {
     differences.fold(0.0, |worst, x| if x <= worst { worst } else { x })
 }
 
-fn check_sequence(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> std::result::Result<(), ModelError> {
-    let decoder = Decoder::new(ckpt, spec, &Cpu);
+fn check_sequence<B: Backend>(
+    backend: &B,
+    ckpt: &Checkpoint,
+    spec: &ModelSpec,
+    golden: &Golden<'_>,
+) -> std::result::Result<(), ModelError> {
+    let decoder = Decoder::new(ckpt, spec, backend);
     let ids = golden.ids();
     let mut collector = Collector { spec, layers: vec![None; spec.layers.len()] };
     decoder.observe(std::slice::from_ref(&ids), &mut collector, &Quiet)?;
@@ -121,6 +128,37 @@ fn check_sequence(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> s
     Ok(())
 }
 
+/// The same logits when the sequence enters in steps of many, one and a few tokens, over keys and values that are kept.
+fn check_resident(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> Result<()> {
+    let resident = Resident::load(ckpt, spec, &Stored, &Quiet)?;
+    let ids = golden.ids();
+    let mut held: Vec<Vec<Rows>> = vec![Vec::new(); spec.layers.len()];
+    let (mut first, mut logits) = (0, Vec::new());
+    for n_tokens in [ids.len() - 6, 1, 1, 3, 1] {
+        let span = Span { first, n_tokens, seq_len: ids.len() };
+        let attend = |layer: usize, qkv: [&Rows; 3]| -> Result<Rows> {
+            let held = &mut held[layer];
+            match held.is_empty() {
+                true => held.extend(qkv.map(Rows::clone)),
+                false => held.iter_mut().zip(qkv).for_each(|(held, new)| {
+                    held.data.extend(&new.data);
+                    held.n_rows += new.n_rows;
+                }),
+            }
+            let all = Stored.attention(&held[0], &held[1], &held[2], &spec.layers[layer].attn.shape());
+            let data = all.slice(first..first + n_tokens).to_vec();
+            Ok(Rows { n_rows: n_tokens, width: all.width, data })
+        };
+        let hidden = resident.step(&ids[first..first + n_tokens], span, attend)?;
+        logits = resident.logits(&hidden, n_tokens - 1..n_tokens)?;
+        first += n_tokens;
+    }
+    let logits: Vec<f64> = logits.into_iter().map(f64::from).collect();
+    let worst = worst_difference(&logits, &golden.f32("last_logits"));
+    assert!(worst <= NLL_ABS_TOL, "{} {}: logits off by {worst:e}", ckpt.dir().display(), golden.sequence);
+    Ok(())
+}
+
 #[test]
 fn forward_matches_transformers_in_every_family_and_scaling() {
     let mut folders: Vec<PathBuf> = std::fs::read_dir(fixtures())
@@ -138,7 +176,11 @@ fn forward_matches_transformers_in_every_family_and_scaling() {
         let file = TensorFile::open(&folder.join("golden.safetensors")).expect("golden");
         for sequence in ["short", "long"] {
             let golden = Golden { file: &file, sequence };
-            check_sequence(&ckpt, &spec, &golden).unwrap_or_else(|e| panic!("{} {sequence}: {e}", folder.display()));
+            for checked in [check_sequence(&Cpu, &ckpt, &spec, &golden), check_sequence(&Stored, &ckpt, &spec, &golden)]
+            {
+                checked.unwrap_or_else(|e| panic!("{} {sequence}: {e}", folder.display()));
+            }
+            check_resident(&ckpt, &spec, &golden).unwrap_or_else(|e| panic!("{} {sequence}: {e}", folder.display()));
         }
     }
     let missing: Vec<_> = arch::FAMILIES.iter().filter(|family| !families.contains(family.name)).collect();

@@ -11,7 +11,7 @@ const LANES: usize = 16;
 
 /// Runs a loop compiled for the machine's vector extensions.
 #[inline]
-fn vectorized<R>(work: impl FnOnce() -> R) -> R {
+pub(super) fn vectorized<R>(work: impl FnOnce() -> R) -> R {
     struct Work<F>(F);
     impl<R, F: FnOnce() -> R> pulp::NullaryFnOnce for Work<F> {
         type Output = R;

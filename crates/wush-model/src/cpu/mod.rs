@@ -9,6 +9,7 @@ mod fused;
 mod gram;
 mod matmul;
 mod product;
+mod stored;
 mod widen;
 
 use std::ops::Range;
@@ -20,6 +21,7 @@ use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
 use crate::rope::RopeTable;
 
 pub use attention::{Chunk, KeysValues, windowed};
+pub use stored::{Stored, StoredMatrix};
 
 /// The CPU, through rayon's current thread pool.
 #[derive(Debug, Default, Clone, Copy)]

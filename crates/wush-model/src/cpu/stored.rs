@@ -1,0 +1,309 @@
+//! The CPU with weights as they are stored: what a token at a time needs, where a product is as fast as its weights are read.
+//!
+//! One row, or a few, meet every stored row in a dot product that widens it in registers: memory is read once, in its stored
+//! width. Many rows widen a block of the weight at a time and multiply as [`Cpu`] does. Everything else is [`Cpu`]'s.
+
+use std::ops::Range;
+
+use faer::{MatMut, MatRef};
+use rayon::prelude::*;
+use wush_format::tensor_file::{Dtype, TensorView};
+
+use super::product::multiply;
+use super::{Cpu, Rows, elementwise, matmul, widen};
+use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
+use crate::rope::RopeTable;
+
+/// Rows of activations up to which dot products beat widening the weight: a weight is widened in about the time of four
+/// of them.
+const FEW_ROWS: usize = 4;
+/// Stored rows that one task of a few rows reads: some hundred kilobytes.
+const ROWS_PER_TASK: usize = 128;
+/// Stored rows that one task of many rows widens: they stay in a core's cache.
+const BLOCK_ROWS: usize = 192;
+/// Partial sums of a dot product: enough independent ones to wait for memory only.
+const LANES: usize = 32;
+
+/// The CPU, with [`StoredMatrix`] weights.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Stored;
+
+/// A weight `[out, in]` in its stored element type.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StoredMatrix {
+    dtype: Dtype,
+    shape: [usize; 2],
+    bytes: Vec<u8>,
+}
+
+impl StoredMatrix {
+    fn view(&self) -> TensorView<'_> {
+        TensorView { dtype: self.dtype, shape: &self.shape, bytes: &self.bytes }
+    }
+
+    /// Length of an output.
+    fn n_out(&self) -> usize {
+        self.shape[0]
+    }
+}
+
+/// A weight and where its product goes: `out` is `[rows, n_out]`.
+struct Product<'a> {
+    weight: TensorView<'a>,
+    out: &'a mut [f32],
+}
+
+/// `out = x Wᵀ` for every product; `x` is `[rows, in]`.
+fn products(x: &[f32], products: Vec<Product<'_>>) {
+    let Some(depth) = products.first().map(|product| product.weight.shape[1]) else { return };
+    match x.len() / depth {
+        1 => few(x, products),
+        n_rows if n_rows <= FEW_ROWS => {
+            for Product { weight, out } in products {
+                for (x, out) in x.chunks_exact(depth).zip(out.chunks_exact_mut(weight.shape[0])) {
+                    few(x, vec![Product { weight, out }]);
+                }
+            }
+        }
+        n_rows => products.into_iter().for_each(|Product { weight, out }| {
+            let x = MatRef::from_row_major_slice(x, n_rows, depth);
+            let rows = 0..weight.shape[0];
+            blocked(MatMut::from_row_major_slice_mut(out, n_rows, rows.len()), x, weight, rows);
+        }),
+    }
+}
+
+/// One row of activations: all products in one round of tasks.
+fn few(x: &[f32], products: Vec<Product<'_>>) {
+    let tasks: Vec<_> = products
+        .into_iter()
+        .flat_map(|Product { weight, out }| {
+            out.chunks_mut(ROWS_PER_TASK).enumerate().map(move |(task, out)| (weight, task * ROWS_PER_TASK, out))
+        })
+        .collect();
+    tasks.into_par_iter().for_each_init(Vec::new, |scratch, (weight, first, out)| dots(x, weight, first, out, scratch));
+}
+
+/// `out[i] = W[first + i] · x`. Sums in [`LANES`] parts in f32, the same whatever the vector width.
+fn dots(x: &[f32], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
+    if weight.dtype == Dtype::BF16 {
+        let row = 2 * x.len();
+        let rows = weight.bytes[first * row..].chunks_exact(row);
+        elementwise::vectorized(
+            #[inline(always)]
+            || out.iter_mut().zip(rows).for_each(|(out, row)| *out = dot_bf16(row.as_chunks().0, x)),
+        );
+        return;
+    }
+    scratch.resize(x.len(), 0.0);
+    for (i, out) in out.iter_mut().enumerate() {
+        widen::into(weight, (first + i) * x.len(), scratch);
+        elementwise::vectorized(
+            #[inline(always)]
+            || *out = dot(scratch, x, |&w| w),
+        );
+    }
+}
+
+#[inline(always)]
+fn dot_bf16(row: &[[u8; 2]], x: &[f32]) -> f32 {
+    dot(row, x, |&bytes| f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16))
+}
+
+#[inline(always)]
+fn dot<T>(row: &[T], x: &[f32], widen: impl Fn(&T) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let ((rows, rest), (xs, x_rest)) = (row.as_chunks::<LANES>(), x.as_chunks::<LANES>());
+    for (row, x) in rows.iter().zip(xs) {
+        for ((lane, w), x) in lanes.iter_mut().zip(row).zip(x) {
+            *lane += widen(w) * x;
+        }
+    }
+    for ((lane, w), x) in lanes.iter_mut().zip(rest).zip(x_rest) {
+        *lane += widen(w) * x;
+    }
+    lanes.iter().sum()
+}
+
+/// Halves the product along the weight's rows until a block is left; the cut depends on the shape alone.
+fn blocked(out: MatMut<'_, f32>, x: MatRef<'_, f32>, weight: TensorView<'_>, rows: Range<usize>) {
+    if rows.len() > BLOCK_ROWS {
+        let n_left = rows.len().div_ceil(BLOCK_ROWS).div_ceil(2) * BLOCK_ROWS;
+        let (left, right) = out.split_at_col_mut(n_left);
+        let cut = rows.start + n_left;
+        rayon::join(|| blocked(left, x, weight, rows.start..cut), || blocked(right, x, weight, cut..rows.end));
+        return;
+    }
+    let depth = weight.shape[1];
+    let widened = widen::transposed(weight, depth, rows.clone());
+    multiply(out, x, MatRef::from_row_major_slice(&widened, depth, rows.len()), 1.0);
+}
+
+/// `x Wᵀ + b` for each projection.
+fn project<const N: usize>(x: &Rows, projections: [Affine<'_, Stored>; N]) -> [Rows; N] {
+    let mut outs = projections.each_ref().map(|p| Rows::zeros(x.n_rows, p.weight.n_out()));
+    let into = outs.iter_mut().zip(&projections);
+    products(&x.data, into.map(|(out, p)| Product { weight: p.weight.view(), out: &mut out.data }).collect());
+    for (out, projection) in outs.iter_mut().zip(&projections) {
+        if let Some(bias) = projection.bias {
+            out.data.par_chunks_exact_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
+        }
+    }
+    outs
+}
+
+/// The rows after the norm, or a copy of them where there is none.
+fn normalized(x: &Rows, norm: Option<&RmsNorm<'_, Stored>>) -> Rows {
+    norm.map_or_else(|| x.clone(), |norm| Cpu.norm(x, RmsNorm { weight: norm.weight, eps: norm.eps }))
+}
+
+/// `x += norm(update)`.
+fn add_update(x: &mut Rows, update: &Rows, norm: Option<&RmsNorm<'_, Stored>>) {
+    match norm {
+        Some(_) => elementwise::add(&mut x.data, &normalized(update, norm).data),
+        None => elementwise::add(&mut x.data, &update.data),
+    }
+}
+
+impl Backend for Stored {
+    type Tensor = Rows;
+    type Matrix = StoredMatrix;
+    type Vector = Vec<f32>;
+
+    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> StoredMatrix {
+        let row = view.shape[1] * view.dtype.bitsize() / 8;
+        let bytes = view.bytes[rows.start * row..rows.end * row].to_vec();
+        StoredMatrix { dtype: view.dtype, shape: [rows.len(), view.shape[1]], bytes }
+    }
+
+    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Vec<f32> {
+        Cpu.vector(view, rows, add)
+    }
+
+    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> StoredMatrix {
+        assert_eq!(data.len(), n_heads * dim * dim, "head matrices are [n_heads, d, d]");
+        let bytes = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+        StoredMatrix { dtype: Dtype::F32, shape: [n_heads * dim, dim], bytes }
+    }
+
+    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Rows {
+        Cpu.embed(table, ids, scale)
+    }
+
+    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Rows {
+        normalized(x, Some(&norm))
+    }
+
+    fn project<const N: usize>(
+        &self,
+        x: &Rows,
+        norm: Option<RmsNorm<'_, Self>>,
+        projections: [Affine<'_, Self>; N],
+    ) -> [Rows; N] {
+        match norm {
+            Some(_) => project(&normalized(x, norm.as_ref()), projections),
+            None => project(x, projections),
+        }
+    }
+
+    fn add_projected(&self, x: &mut Rows, y: &Rows, projection: Affine<'_, Self>, norm: Option<RmsNorm<'_, Self>>) {
+        let [update] = project(y, [projection]);
+        add_update(x, &update, norm.as_ref());
+    }
+
+    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) {
+        fn affine<'a>(affine: &Affine<'a, Stored>) -> Affine<'a, Stored> {
+            Affine { weight: affine.weight, bias: affine.bias }
+        }
+        let normed = mlp.before.as_ref().map(|norm| normalized(x, Some(norm)));
+        let [mut gate, up] = project(normed.as_ref().unwrap_or(x), [&mlp.gate, &mlp.up].map(affine));
+        gate.data
+            .par_chunks_mut(gate.width)
+            .zip(up.data.par_chunks(up.width))
+            .for_each(|(gate, up)| elementwise::gate(gate, up, mlp.activation));
+        let [update] = project(&gate, [affine(&mlp.down)]);
+        add_update(x, &update, mlp.after.as_ref());
+    }
+
+    fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
+        Cpu.head_norm_rope(x, head_dim, norm, rope);
+    }
+
+    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
+        Cpu.attention(q, k, v, shape)
+    }
+
+    fn transform_heads(&self, x: &Rows, matrices: &StoredMatrix, head_dim: usize) -> Rows {
+        let n_rows = matrices.n_out();
+        let data = widen::rows(matrices.view(), head_dim, 0..n_rows);
+        matmul::transform_heads(x, &Rows { n_rows, width: head_dim, data }, head_dim)
+    }
+
+    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) {
+        Cpu.gram(x, n_groups, head_dim, into);
+    }
+
+    fn column_sum(&self, x: &Rows, into: &mut [f64]) {
+        Cpu.column_sum(x, into);
+    }
+
+    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Vec<f32> {
+        if rows.len() > FEW_ROWS {
+            return Cpu.logits(x, rows, table);
+        }
+        let mut out = vec![0.0; rows.len() * table.shape[0]];
+        products(x.slice(rows), vec![Product { weight: table, out: &mut out }]);
+        out
+    }
+
+    fn to_host(&self, x: &Rows) -> Vec<f32> {
+        Cpu.to_host(x)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::random;
+
+    /// Stored bytes of values that BF16 and F16 hold exactly: multiples of 1/64 below 1.
+    fn stored(dtype: Dtype, n_rows: usize, width: usize) -> (Vec<u8>, Vec<f32>) {
+        let values: Vec<f32> =
+            (0..n_rows * width).map(|i| ((i * 37 + i / 7) % 127) as f32 / 64.0 - 0.984_375).collect();
+        let bytes = |x: &f32| match dtype {
+            Dtype::BF16 => half::bf16::from_f32(*x).to_le_bytes().to_vec(),
+            Dtype::F16 => half::f16::from_f32(*x).to_le_bytes().to_vec(),
+            Dtype::F64 => f64::from(*x).to_le_bytes().to_vec(),
+            _ => x.to_le_bytes().to_vec(),
+        };
+        (values.iter().flat_map(bytes).collect(), values)
+    }
+
+    #[test]
+    fn products_agree_with_the_plain_sum_in_every_dtype_and_at_every_border() {
+        for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32, Dtype::F64] {
+            for (n_rows, n_out, depth) in [
+                (1, 1, 1),
+                (1, ROWS_PER_TASK + 3, 70),
+                (3, 5, LANES),
+                (4, 130, 7),
+                (5, BLOCK_ROWS + 1, 33),
+                (9, 500, 65),
+            ] {
+                let (bytes, weight) = stored(dtype, n_out, depth);
+                let x = random(n_rows, depth, 1);
+                let mut out = vec![f32::NAN; n_rows * n_out];
+                let view = TensorView { dtype, shape: &[n_out, depth], bytes: &bytes };
+                products(&x.data, vec![Product { weight: view, out: &mut out }]);
+                for (at, &found) in out.iter().enumerate() {
+                    let (x, w) = (&x.data[at / n_out * depth..][..depth], &weight[at % n_out * depth..][..depth]);
+                    let exact: f64 = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                    let diff = (f64::from(found) - exact).abs();
+                    // Terms below 1/2, each sum rounded.
+                    let tol = depth as f64 * f64::from(f32::EPSILON);
+                    assert!(diff <= tol, "{dtype:?}, {n_rows} x {n_out} x {depth} at {at}: {diff:e}");
+                }
+            }
+        }
+    }
+}
