@@ -82,6 +82,14 @@ pub enum CheckpointError {
         /// What failed.
         detail: String,
     },
+    /// The chat template is not valid, or refuses the messages.
+    #[error("{path}: chat template: {detail}")]
+    ChatTemplate {
+        /// The file that it is in.
+        path: PathBuf,
+        /// What failed.
+        detail: String,
+    },
     /// There is no fast tokenizer.
     #[error("{dir}: no tokenizer.json{}", .slow.map(|name| format!(" (found {name}, a slow tokenizer's file)")).unwrap_or_default())]
     NoTokenizer {
@@ -118,12 +126,15 @@ impl CheckpointError {
                 Some("a checkpoint's files must lie in its own directory; copy the file there".to_owned())
             }
             Self::Hub { kind, id, problem } => Some(problem.hint(*kind, id)),
-            Self::Tokenizer { .. } => {
-                Some("pass calibration data as token ids (a .json file of id lists) to go without a tokenizer".to_owned())
-            }
+            Self::Tokenizer { .. } => Some(
+                "text that is calibrated on or scored can also be given as token ids (a .json file of id lists), to go \
+                 without a tokenizer"
+                    .to_owned(),
+            ),
+            Self::ChatTemplate { .. } => Some("pass --chat never to continue the prompt as it is".to_owned()),
             Self::NoTokenizer { .. } => Some(
-                "write one with Python: AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR); or pass \
-                 --calib FILE.json with token ids"
+                "write one with Python: AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR); or, to \
+                 calibrate, pass --calib FILE.json with token ids"
                     .to_owned(),
             ),
             Self::Interrupted => None,

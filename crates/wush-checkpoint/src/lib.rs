@@ -20,8 +20,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub mod chat;
 pub mod checkpoint;
 pub mod hub;
+pub mod stream;
 pub mod tokenizer;
 
 mod error;

@@ -5,6 +5,7 @@
 //! time. Special tokens are never added here; [`TextTokenizer::bos`] says what the tokenizer would put in front, and packing decides. Slow
 //! (SentencePiece, vocab + merges) tokenizers are refused, not approximated.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
@@ -24,8 +25,8 @@ const SLOW_FILES: &[&str] =
     &["tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"];
 /// Largest tokenizer.json that is read. Vocabularies of 256 k entries take about 35 MB.
 const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
-/// Largest generation_config.json that is read. Real ones have a few hundred bytes.
-const MAX_CONFIG_BYTES: u64 = 16 << 20;
+/// Largest generation_config.json, tokenizer_config.json or chat template that is read. Real ones have a few hundred bytes.
+pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// A checkpoint's tokenizer.
 pub struct TextTokenizer {
@@ -89,6 +90,14 @@ impl TextTokenizer {
         guarded(&self.path, || self.inner.decode(ids, false))
     }
 
+    /// The text of `ids` without special tokens.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::decode`].
+    pub fn decode_plain(&self, ids: &[u32]) -> Result<String> {
+        guarded(&self.path, || self.inner.decode(ids, true))
+    }
+
     /// The one token that the tokenizer itself puts in front of every text, if it does.
     pub fn bos(&self) -> Option<u32> {
         self.bos
@@ -132,33 +141,43 @@ fn without_dropout(tokenizer: &mut Tokenizer) {
 /// # Errors
 /// `Format` when a file cannot be read, or the value is not an id or a list of ids.
 pub fn eos_token_id(checkpoint: &Checkpoint) -> Result<Option<u32>> {
-    let path = checkpoint.dir().join("config.json");
-    let config = checkpoint.config();
-    for object in [Some(config), config.get("text_config")].into_iter().flatten() {
-        if let Some(id) = eos_of(object, &path)? {
-            return Ok(Some(id));
-        }
-    }
-    let path = checkpoint.dir().join("generation_config.json");
-    if !path.exists() {
-        return Ok(None);
-    }
-    let bytes = read_bounded(&path, MAX_CONFIG_BYTES)?;
-    let object = serde_json::from_slice(&bytes).map_err(|e| invalid_config(&path, e.to_string()))?;
-    eos_of(&object, &path)
+    Ok(eos_lists(checkpoint)?.into_iter().flatten().next())
 }
 
-fn eos_of(object: &Value, path: &Path) -> Result<Option<u32>> {
-    let value = match object.get("eos_token_id") {
-        None | Some(Value::Null) => return Ok(None),
-        Some(Value::Array(ids)) => match ids.first() {
-            None => return Ok(None),
-            Some(first) => first,
-        },
-        Some(value) => value,
+/// All ids that end a text: those of config.json, of its `text_config`, and of generation_config.json.
+///
+/// # Errors
+/// As [`eos_token_id`].
+pub fn eos_token_ids(checkpoint: &Checkpoint) -> Result<BTreeSet<u32>> {
+    Ok(eos_lists(checkpoint)?.into_iter().flatten().collect())
+}
+
+/// `eos_token_id` of every place that may have one.
+fn eos_lists(checkpoint: &Checkpoint) -> Result<Vec<Vec<u32>>> {
+    let path = checkpoint.dir().join("config.json");
+    let config = checkpoint.config();
+    let objects = [Some(config), config.get("text_config")].into_iter().flatten();
+    let mut lists: Vec<_> = objects.map(|object| eos_of(object, &path)).collect::<Result<_>>()?;
+    let path = checkpoint.dir().join("generation_config.json");
+    if path.exists() {
+        let bytes = read_bounded(&path, MAX_CONFIG_BYTES)?;
+        let object = serde_json::from_slice(&bytes).map_err(|e| invalid_config(&path, e.to_string()))?;
+        lists.push(eos_of(&object, &path)?);
+    }
+    Ok(lists)
+}
+
+fn eos_of(object: &Value, path: &Path) -> Result<Vec<u32>> {
+    let values = match object.get("eos_token_id") {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(ids)) => ids.as_slice(),
+        Some(value) => std::slice::from_ref(value),
     };
-    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-    id.map(Some).ok_or_else(|| invalid_config(path, format!("eos_token_id: expected a token id, found {value}")))
+    let id = |value: &Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| invalid_config(path, format!("eos_token_id: expected a token id, found {value}")))
+    };
+    values.iter().map(id).collect()
 }
 
 /// Finds the BOS by encoding one letter with and without special tokens: the template may also add an end token.
@@ -187,7 +206,7 @@ fn invalid_config(path: &Path, detail: String) -> CheckpointError {
     FormatError::Invalid { path: path.to_owned(), kind: "configuration", detail }.into()
 }
 
-fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
+pub(crate) fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     let file = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
     let mut bytes = Vec::new();
     file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| FormatError::io(path, "read", e))?;
@@ -305,11 +324,11 @@ mod tests {
     fn eos_of_one_object() {
         let eos = |text: &str| eos_of(&serde_json::from_str(text).expect("JSON"), Path::new("config.json"));
         for (text, expected) in [
-            ("{}", None),
-            (r#"{"eos_token_id":null}"#, None),
-            (r#"{"eos_token_id":[]}"#, None),
-            (r#"{"eos_token_id":7}"#, Some(7)),
-            (r#"{"eos_token_id":[8,9]}"#, Some(8)),
+            ("{}", vec![]),
+            (r#"{"eos_token_id":null}"#, vec![]),
+            (r#"{"eos_token_id":[]}"#, vec![]),
+            (r#"{"eos_token_id":7}"#, vec![7]),
+            (r#"{"eos_token_id":[8,9]}"#, vec![8, 9]),
         ] {
             assert_eq!(eos(text).expect("valid"), expected, "{text}");
         }
