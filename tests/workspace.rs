@@ -33,9 +33,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wush-inspect",
             "wush-quant",
             "wush-eval",
+            "wush-generate",
+            "wush-runtime",
         ],
     ),
     ("wush-eval", &["wush-format", "wush-model", "wush-quant", "wush-runtime"]),
+    ("wush-generate", &["wush-format", "wush-model", "wush-quant", "wush-runtime"]),
     ("wush", &["wush-pipeline"]),
 ];
 

@@ -9,7 +9,7 @@ use crate::common::{args, assert_schema, filters, model, on_demo, on_tiny, stabl
 
 /// Every command that `docs/cli.md` describes.
 const COMMANDS: &[&str] =
-    &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "eval", "demo", "schema"];
+    &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "eval", "generate", "demo", "schema"];
 
 /// Commands of commands, on the page as well.
 const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"]];

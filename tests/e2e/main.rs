@@ -8,6 +8,7 @@ mod cli;
 mod common;
 mod errors;
 mod eval;
+mod generate;
 mod interrupt;
 mod robust;
 mod stages;

@@ -9,6 +9,7 @@ use wush_eval::EvalError;
 use wush_fold::FoldError;
 use wush_format::FormatError;
 use wush_format::hash::Sha;
+use wush_generate::GenerateError;
 use wush_inspect::InspectError;
 use wush_model::ModelError;
 use wush_quant::QuantError;
@@ -73,6 +74,26 @@ pub enum PipelineError {
     /// An evaluation.
     #[error(transparent)]
     Eval(#[from] EvalError),
+    /// The decoder over its cache.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
+    /// A prompt of no tokens.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// A prompt beyond the model's positions.
+    #[error("the prompt has {found} tokens, the model reaches {longest} positions")]
+    LongPrompt {
+        /// Its tokens, with those that the tokenizer or the chat template adds.
+        found: usize,
+        /// The most that there can be.
+        longest: usize,
+    },
+    /// A chat without a template.
+    #[error("{dir}: has no chat template")]
+    NoChatTemplate {
+        /// The checkpoint.
+        dir: PathBuf,
+    },
     /// A quantizer.
     #[error(transparent)]
     Quant(#[from] QuantError),
@@ -315,6 +336,14 @@ impl PipelineError {
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
             Self::Eval(e) => e.hint(),
+            Self::Generate(e) => e.hint(),
+            Self::EmptyPrompt => {
+                own("pass text with --prompt, or a file with --prompt-file (- for the standard input)")
+            }
+            Self::LongPrompt { .. } => {
+                own("pass a shorter prompt, or another --rope-scaling, such as yarn:4, if the model is made for it")
+            }
+            Self::NoChatTemplate { .. } => own("pass --chat never to continue the prompt as it is"),
             Self::Quant(e) => e.hint().map(str::to_owned),
             Self::Solve { source, .. } => source.hint(),
             Self::NotGathered { option, .. } => {
@@ -395,6 +424,7 @@ impl PipelineError {
             | Self::Data(DataError::Interrupted)
             | Self::Model(ModelError::Interrupted)
             | Self::Eval(EvalError::Model(ModelError::Interrupted))
+            | Self::Generate(GenerateError::Model(ModelError::Interrupted))
             | Self::Stats(StatsError::Interrupted)
             | Self::Fold(FoldError::Interrupted)
             | Self::Inspect(InspectError::Interrupted) => true,

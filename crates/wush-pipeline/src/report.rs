@@ -2,6 +2,7 @@
 //! only values that differ between two runs on the same input.
 
 use std::path::Path;
+use std::time::Instant;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -316,4 +317,108 @@ pub struct PerplexityRow {
     pub nll: f64,
     /// Tokens scored.
     pub tokens: u64,
+}
+
+/// What `wush generate` made, and what it took.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GenerateReport {
+    /// The model, or the bundle.
+    pub model: ModelInfo,
+    /// Whether the prompt went through the chat template.
+    pub chat: bool,
+    /// The text, without the prompt and without special tokens.
+    pub text: String,
+    /// Why it ends.
+    pub stop: StopReason,
+    /// The prompt: its tokens, with those of the chat template or of the tokenizer.
+    pub prompt: Rate,
+    /// What followed, with the token that ended the text.
+    pub generated: Rate,
+    /// The cache at the end.
+    pub cache: CacheUse,
+    /// Estimated memory.
+    pub memory: GenerateMemory,
+    /// What the reader of the text should know.
+    pub notes: Vec<String>,
+    /// Duration of the whole run.
+    pub seconds: f64,
+}
+
+/// Why a text ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum StopReason {
+    /// The model ended it.
+    EndOfText,
+    /// It has as many tokens as were asked for.
+    MaxNewTokens,
+    /// The model has no more positions.
+    Positions,
+    /// Whoever read it stopped reading.
+    Reader,
+}
+
+/// Tokens and their time.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Rate {
+    /// Tokens.
+    pub tokens: u64,
+    /// Time that they took.
+    pub seconds: f64,
+    /// Their quotient.
+    pub tokens_per_second: f64,
+}
+
+impl Rate {
+    /// Of `n_tokens` since `clock`.
+    pub(crate) fn new(n_tokens: usize, clock: Instant) -> Self {
+        let seconds = clock.elapsed().as_secs_f64();
+        Self { tokens: n_tokens as u64, seconds, tokens_per_second: n_tokens as f64 / seconds.max(1e-9) }
+    }
+}
+
+/// What a sequence took in the cache.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CacheUse {
+    /// Bits of a code; 16 where nothing is quantized.
+    pub bits: u8,
+    /// The quantizer; none where nothing is quantized.
+    pub quantizer: Option<String>,
+    /// Whether keys and queries were transformed by a bundle's sidecar.
+    pub transforms: bool,
+    /// S_sink: first tokens in full precision.
+    pub sink: usize,
+    /// S_keep: newest tokens in full precision.
+    pub keep: usize,
+    /// S_flush: tokens between both are quantized in multiples of this.
+    pub flush: usize,
+    /// Tokens held at the end.
+    pub tokens: u64,
+    /// Bytes allocated: codes, scales, windows, page lists.
+    pub bytes: u64,
+    /// Of these, pages: all that is quantized.
+    pub packed_bytes: u64,
+    /// What the same tokens take in BF16; of a sliding window, those that a query reads.
+    pub bf16_bytes: u64,
+    /// bytes / bf16_bytes.
+    pub ratio: f64,
+}
+
+/// Estimated memory of a generation, bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GenerateMemory {
+    /// The checkpoint's shards, mapped: embedding and output head are read there.
+    pub weights_map: u64,
+    /// The layers' weights, kept as they are stored.
+    pub weights: u64,
+    /// The cache of all tokens, at most.
+    pub cache: u64,
+    /// Activations of a chunk, and logits.
+    pub activations: u64,
+    /// Sum without the map.
+    pub total: u64,
 }

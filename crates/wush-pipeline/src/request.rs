@@ -10,8 +10,10 @@ pub use wush_data::CalibSource;
 pub use wush_eval::Protocol;
 pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;
+pub use wush_generate::Sampling;
 pub use wush_model::arch::RopeScaling;
 pub use wush_quant::{Bits, Method};
+pub use wush_runtime::Windows;
 use wush_transform::Needs;
 
 use crate::PipelineError;
@@ -491,6 +493,75 @@ pub enum StatisticsSource {
     File(PathBuf),
     /// `--calib`: text; as long as what is evaluated unless another length is asked for.
     Text(CalibrationRequest),
+}
+
+/// `--chat`: whether the prompt is a message to the model, through its chat template, or text to continue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Chat {
+    /// A message where the checkpoint has a template.
+    #[default]
+    Auto,
+    /// A message; refused without a template.
+    Always,
+    /// Text to continue.
+    Never,
+}
+
+impl FromStr for Chat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "always" => Ok(Self::Always),
+            "never" => Ok(Self::Never),
+            _ => Err("expected auto, always or never".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Chat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Always => "always",
+            Self::Never => "never",
+        })
+    }
+}
+
+/// Where a prompt comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PromptSource {
+    /// `--prompt`.
+    Text(String),
+    /// `--prompt-file`.
+    File(PathBuf),
+    /// `--prompt-file -`.
+    Stdin,
+}
+
+/// `wush generate`.
+#[derive(Debug, Clone)]
+pub struct GenerateRequest {
+    /// The model, or a bundle.
+    pub model: ModelRequest,
+    /// The prompt.
+    pub prompt: PromptSource,
+    /// `--chat`.
+    pub chat: Chat,
+    /// `--kv-bits`: 2, 3, 4, 8, or 16 for none quantized; the model's kind decides when absent.
+    pub kv_bits: Option<u8>,
+    /// `--quantizer`.
+    pub quantizer: Method,
+    /// `--sink`, `--keep` and `--flush`.
+    pub windows: Windows,
+    /// `--chunk`: tokens of the prompt that enter the cache together.
+    pub chunk: usize,
+    /// `--max-new-tokens`.
+    pub max_new_tokens: usize,
+    /// `--temperature`, `--top-k`, `--top-p` and `--seed`.
+    pub sampling: Sampling,
 }
 
 #[cfg(test)]

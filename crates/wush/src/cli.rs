@@ -4,6 +4,7 @@
 #![expect(rustdoc::broken_intra_doc_links, reason = "the comments are help texts, printed as they stand")]
 
 mod eval;
+mod generate;
 
 use std::path::PathBuf;
 
@@ -17,6 +18,7 @@ use wush_pipeline::request::{
 };
 
 pub use eval::{EvalArgs, EvalCommand};
+pub use generate::GenerateArgs;
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
 pub const EXIT_CODES: &str =
@@ -80,6 +82,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Measure what a quantized cache costs
     Eval(EvalArgs),
+    /// Text from a checkpoint or a bundle, over its quantized cache
+    Generate(GenerateArgs),
     /// A tour on the bundled model, offline, in about a minute
     Demo(DemoArgs),
     /// Print the JSON Schema of a report or of the manifest

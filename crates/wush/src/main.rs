@@ -6,8 +6,10 @@ mod demo_model;
 mod interrupt;
 mod progress;
 mod render;
+mod stream;
 
 use std::io::{ErrorKind, Write};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -15,9 +17,10 @@ use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
 use wush_pipeline::{PipelineError, printable};
 
-use crate::cli::{Cli, Command, EvalCommand, Format, GlobalArgs};
+use crate::cli::{Cli, Command, EvalCommand, Format, GenerateArgs, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
 use crate::render::Report;
+use crate::stream::Stream;
 
 /// Activations come and go by the megabyte, a layer at a time: the system's allocator would return each to the kernel and fault
 /// it in anew, some 5 % of a calibration.
@@ -55,6 +58,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Eval(args) => match args.command {
             EvalCommand::Ppl(args) => emit(&wush_pipeline::eval_ppl(&args.request(), &env)?, format),
         },
+        Command::Generate(args) => generate(args, &env, &cli.global),
         Command::Demo(args) => {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)
@@ -83,6 +87,23 @@ fn emit<R: Report>(report: &R, format: Format) -> Result<ExitCode> {
     };
     print(&text)?;
     Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_CHECK_FAILED) })
+}
+
+/// Text goes to stdout while it comes, and what it took to stderr; as JSON all of it is one report on stdout.
+fn generate(args: GenerateArgs, env: &Environment<'_>, global: &GlobalArgs) -> Result<ExitCode> {
+    if global.format == Format::Json {
+        let report = wush_pipeline::generate(&args.request(), env, &mut |_| ControlFlow::Continue(()))?;
+        return emit(&report, global.format);
+    }
+    let mut stream = Stream::stdout();
+    let report = wush_pipeline::generate(&args.request(), env, &mut |piece| stream.tell(piece));
+    stream.end()?;
+    let report = report?;
+    if !global.quiet {
+        // A closed stderr is no reason to fail.
+        let _ = write!(std::io::stderr(), "\n{}", report.text());
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// One schema, or the names of all.

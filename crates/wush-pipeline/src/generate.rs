@@ -1,0 +1,283 @@
+//! `wush generate`: text from a checkpoint or a bundle, over the packed, windowed cache of the runtime.
+//!
+//! Enters: a request. Leaves: text, piece by piece while it comes, and a report of what it took. What is computed is
+//! `wush-generate`'s; here are the prompt, the order of things, and the notes.
+
+mod prompt;
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use wush_checkpoint::stream::TextStream;
+use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
+use wush_format::bundle::{KEY_TRANSFORMS, MANIFEST, WUSH_DIR};
+use wush_format::hash::Sha;
+use wush_format::manifest::{Manifest, Status};
+use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
+use wush_model::cpu::Stored;
+use wush_model::resident::{Resident, stored_bytes};
+use wush_runtime::{CacheConfig, KeyTransforms, KvCache};
+
+use crate::error::InStage;
+use crate::human::{counted, human_bytes};
+use crate::model::Model;
+use crate::report::{CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
+use crate::request::{Environment, GenerateRequest};
+use crate::{PipelineError, Result};
+use prompt::Prompt;
+
+/// Where the pieces of the text go; `Break` ends the generation.
+pub type TextSink<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;
+
+/// Continues a prompt. `told` gets the text as it becomes known, in whole characters.
+///
+/// # Errors
+/// What cannot be read; `Option` for a setting out of range; `EmptyPrompt`, `LongPrompt`, `NoChatTemplate`; `Generate`
+/// for a bundle's transforms of other weights, numbers that are not finite; `Interrupted`.
+pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut TextSink<'_>) -> Result<GenerateReport> {
+    let clock = Instant::now();
+    let model = Model::resolve_any(&request.model, env)?;
+    let plan = Plan::new(&model, request)?;
+    plan.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
+    env.monitor.note(&plan.memory.describe());
+    let model_hash = model.hash_weights()?;
+    let (cache, transforms) = plan.cache(model_hash)?;
+    env.monitor.begin("load", "layers", model.spec.layers.len() as u64);
+    let decoder = Resident::load(&model.checkpoint, &model.spec, &Stored, env.monitor).in_stage("load")?;
+    env.monitor.end();
+    let session = Session::new(&decoder, cache, transforms, plan.prompt.ids.len())?;
+    let done = plan.run(session, request, env, told).in_stage("generate")?;
+    Ok(GenerateReport {
+        model: ModelInfo::new(&model, model_hash),
+        chat: plan.prompt.chat,
+        text: done.text,
+        stop: done.stop,
+        prompt: done.prompt,
+        generated: done.generated,
+        cache: done.cache,
+        memory: plan.memory,
+        notes: plan.notes,
+        seconds: clock.elapsed().as_secs_f64(),
+    })
+}
+
+/// A request that can run.
+struct Plan<'a> {
+    model: &'a Model,
+    tokenizer: TextTokenizer,
+    prompt: Prompt,
+    /// Most tokens to generate.
+    max_new: usize,
+    settings: CacheSettings,
+    config: CacheConfig,
+    sampler: Sampler,
+    memory: GenerateMemory,
+    notes: Vec<String>,
+}
+
+/// What a run gave.
+struct Done {
+    text: String,
+    stop: StopReason,
+    prompt: Rate,
+    generated: Rate,
+    cache: CacheUse,
+}
+
+impl<'a> Plan<'a> {
+    /// All that can fail before weights are read fails here.
+    fn new(model: &'a Model, request: &GenerateRequest) -> Result<Self> {
+        let sampler = Sampler::new(request.sampling)?;
+        check_options(request)?;
+        let is_bundle = model.checkpoint.is_bundle();
+        let bits = request.kv_bits.unwrap_or(if is_bundle { DEFAULT_BUNDLE_BITS } else { DEFAULT_BITS });
+        let settings = CacheSettings { bits, quantizer: request.quantizer, windows: request.windows };
+        let config = settings.config(&model.spec)?;
+        let tokenizer = TextTokenizer::open(model.dir())?;
+        let prompt = Prompt::new(model, &tokenizer, &request.prompt, request.chat)?;
+        let longest = wush_generate::longest(&model.spec, prompt.ids.len());
+        let Some(room) = longest.checked_sub(prompt.ids.len()) else {
+            return Err(PipelineError::LongPrompt { found: prompt.ids.len(), longest });
+        };
+        // The last token is never fed back.
+        let max_new = request.max_new_tokens.min(room + 1);
+        let n_tokens = prompt.ids.len() + max_new - 1;
+        let memory = GenerateMemory::new(model, &config, n_tokens, request.chunk)?;
+        let mut plan = Self { model, tokenizer, prompt, max_new, settings, config, sampler, memory, notes: Vec::new() };
+        plan.notes = plan.notes(request.max_new_tokens, n_tokens)?;
+        Ok(plan)
+    }
+
+    /// What the reader of the text should know.
+    fn notes(&self, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
+        let mut notes = Vec::new();
+        if self.max_new < asked {
+            notes.push(format!(
+                "at most {} can follow, not {asked}: the model reaches {} positions after this prompt",
+                counted(self.max_new as u64, "token"),
+                n_tokens
+            ));
+        }
+        if self.model.checkpoint.is_bundle() {
+            notes.extend(bundle_notes(self.model, &self.settings, n_tokens)?);
+        } else if self.settings.quantizes() {
+            notes.push(format!(
+                "a plain checkpoint has no key and value transforms: its cache is quantized to {} bits as it is. `wush convert` \
+                 makes a bundle that has them",
+                self.settings.bits
+            ));
+        }
+        Ok(notes)
+    }
+
+    /// An empty cache with what a bundle has for it; nothing of it where nothing is quantized. Hashes are held against those of
+    /// the weights themselves.
+    fn cache(&self, model_hash: Sha) -> Result<(KvCache, Option<KeyTransforms>)> {
+        let config = CacheConfig { model_hash: Some(model_hash), ..self.config.clone() };
+        let mut cache = KvCache::new(config).map_err(wush_generate::GenerateError::from)?;
+        if !self.model.checkpoint.is_bundle() || !self.settings.quantizes() {
+            return Ok((cache, None));
+        }
+        let of_bundle = |cache: &mut KvCache| {
+            let path = self.model.dir().join(WUSH_DIR).join(KEY_TRANSFORMS);
+            let transforms = KeyTransforms::load(&path, model_hash)?;
+            transforms.check(cache.config())?;
+            cache.set_feedback_of_bundle(self.model.dir())?;
+            Ok(transforms)
+        };
+        let transforms =
+            of_bundle(&mut cache).map_err(|e: wush_runtime::RuntimeError| PipelineError::Generate(e.into()))?;
+        Ok((cache, Some(transforms)))
+    }
+
+    /// The prompt, then token after token.
+    fn run(
+        &self,
+        mut session: Session<'_>,
+        request: &GenerateRequest,
+        env: &Environment<'_>,
+        told: &mut TextSink<'_>,
+    ) -> Result<Done> {
+        let ids = &self.prompt.ids;
+        let ends = eos_token_ids(&self.model.checkpoint)?;
+        let mut sampler = self.sampler.clone();
+        let mut stream = TextStream::after(&self.tokenizer, ids);
+        let (mut text, mut n_new) = (String::new(), 0);
+        env.monitor.begin("prompt", "tokens", ids.len() as u64);
+        let clock = Instant::now();
+        let mut logits = session.feed(ids, request.chunk, env.monitor)?;
+        let prompt = Rate::new(ids.len(), clock);
+        env.monitor.end();
+        let clock = Instant::now();
+        let mut tell = |piece: &str| {
+            text.push_str(piece);
+            if piece.is_empty() { ControlFlow::Continue(()) } else { told(piece) }
+        };
+        let stop = loop {
+            let id = sampler.pick(&logits);
+            n_new += 1;
+            if ends.contains(&id) {
+                break StopReason::EndOfText;
+            }
+            if tell(&stream.push(id)?).is_break() {
+                break StopReason::Reader;
+            }
+            if n_new == self.max_new {
+                break if n_new < request.max_new_tokens { StopReason::Positions } else { StopReason::MaxNewTokens };
+            }
+            logits = session.feed(&[id], 1, env.monitor)?;
+        };
+        let _ = tell(&stream.finish()?);
+        let generated = Rate::new(n_new, clock);
+        Ok(Done { text, stop, prompt, generated, cache: self.cache_use(&session) })
+    }
+
+    fn cache_use(&self, session: &Session<'_>) -> CacheUse {
+        let (memory, windows) = (session.memory(), self.config.windows);
+        let bf16_bytes = bf16_bytes(&self.config, session.n_tokens());
+        CacheUse {
+            bits: self.settings.bits,
+            quantizer: self.settings.quantizes().then(|| self.settings.quantizer.to_string()),
+            transforms: session.is_transformed(),
+            sink: windows.sink,
+            keep: windows.keep,
+            flush: windows.flush,
+            tokens: session.n_tokens() as u64,
+            bytes: memory.total() as u64,
+            packed_bytes: (memory.page_keys + memory.page_values) as u64,
+            bf16_bytes,
+            ratio: memory.total() as f64 / (bf16_bytes as f64).max(1.0),
+        }
+    }
+}
+
+/// `--kv-bits` of a bundle.
+pub const DEFAULT_BUNDLE_BITS: u8 = 2;
+/// `--kv-bits` of a checkpoint, which has no transforms.
+pub const DEFAULT_BITS: u8 = 16;
+/// `--max-new-tokens`.
+pub const DEFAULT_MAX_NEW_TOKENS: usize = 256;
+/// `--chunk`: long enough that widening the weights for it costs little, short enough for progress.
+pub const DEFAULT_CHUNK: usize = 256;
+
+/// Counts that must not be 0, and options that would do nothing.
+fn check_options(request: &GenerateRequest) -> Result<()> {
+    let at_least_1 = |option, n: usize| match n {
+        0 => Err(PipelineError::Option { option, expected: "at least 1".to_owned(), found: "0".to_owned() }),
+        _ => Ok(()),
+    };
+    at_least_1("--max-new-tokens", request.max_new_tokens)?;
+    at_least_1("--chunk", request.chunk)?;
+    let sampling = &request.sampling;
+    if sampling.is_greedy() && (sampling.top_k.is_some() || sampling.top_p < 1.0) {
+        return Err(PipelineError::Option {
+            option: "--temperature",
+            expected: "a number above 0 with --top-k or --top-p".to_owned(),
+            found: "0, which takes the most likely token".to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// What a bundle's manifest says of its use here.
+fn bundle_notes(model: &Model, settings: &CacheSettings, n_tokens: usize) -> Result<Vec<String>> {
+    let manifest = Manifest::load(&model.dir().join(WUSH_DIR).join(MANIFEST))?;
+    let mut notes = Vec::new();
+    if manifest.status == Status::Failed {
+        notes.push("the bundle's equivalence check had failed: it does not compute what its source does".to_owned());
+    }
+    let calibrated = manifest.calibration.map(|calibration| calibration.max_seq_len);
+    if let Some(calibrated) = calibrated.filter(|&calibrated| settings.quantizes() && calibrated < n_tokens as u64) {
+        notes.push(format!(
+            "calibrated on sequences of {calibrated} tokens, this one may reach {n_tokens}: keys beyond position {calibrated} \
+             have statistics that calibration never saw"
+        ));
+    }
+    Ok(notes)
+}
+
+impl GenerateMemory {
+    fn new(model: &Model, config: &CacheConfig, n_tokens: usize, chunk: usize) -> Result<Self> {
+        let weights = stored_bytes(&model.checkpoint, &model.spec)?;
+        let cache = most_bytes(config, n_tokens, chunk)?;
+        let activations = wush_generate::activation_bytes(&model.spec, chunk.min(n_tokens));
+        let parts = [weights, cache, activations];
+        Ok(Self {
+            weights_map: model.checkpoint.n_weight_bytes(),
+            weights,
+            cache,
+            activations,
+            total: parts.iter().sum(),
+        })
+    }
+
+    fn describe(&self) -> String {
+        let Self { weights_map, weights, cache, activations, total } = *self;
+        let [map, weights, cache, activations, total] =
+            [weights_map, weights, cache, activations, total].map(human_bytes);
+        format!(
+            "memory     about {total} at most (weights as stored {weights}, cache {cache}, activations {activations}), and {map} \
+             of mapped files"
+        )
+    }
+}

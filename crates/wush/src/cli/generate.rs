@@ -1,0 +1,120 @@
+//! `wush generate`: text from a model over its quantized cache.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::PossibleValuesParser;
+use clap::builder::TypedValueParser as _;
+use wush_pipeline::request::{Chat, GenerateRequest, Method, PromptSource, Sampling, Windows};
+
+use super::{ModelArgs, number, seed, whole_number};
+
+/// `wush generate`.
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    prompt: PromptArgs,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+/// The prompt.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Prompt")]
+struct PromptArgs {
+    /// What to continue, or to answer
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, required_unless_present = "prompt_file")]
+    prompt: Option<String>,
+    /// A file of it, - for the standard input; its last line end is left out
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompt_file: Option<PathBuf>,
+    /// auto: the prompt is a message to the model where the checkpoint has a chat template, and text to continue where not;
+    /// always: a message; never: text to continue
+    #[arg(long, value_name = "WHEN", default_value_t)]
+    chat: Chat,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Tokens")]
+struct SamplingArgs {
+    /// Tokens to generate at most; the model's end of text ends it sooner
+    #[arg(long, value_name = "N", default_value_t = wush_pipeline::DEFAULT_MAX_NEW_TOKENS)]
+    #[arg(allow_negative_numbers = true, value_parser = whole_number)]
+    max_new_tokens: usize,
+    /// Divides the logits before a token is drawn; 0 takes the most likely token, always
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_hyphen_values = true, value_parser = number)]
+    temperature: f64,
+    /// Draw from so many of the most likely tokens [default: all]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = whole_number)]
+    top_k: Option<usize>,
+    /// Draw from the fewest most likely tokens that have this probability together
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_hyphen_values = true, value_parser = number)]
+    top_p: f64,
+    /// Of the draws: the same seed gives the same text
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
+    seed: u64,
+}
+
+/// The cache.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Cache")]
+struct CacheArgs {
+    /// Bits of keys and values in the cache; 16 quantizes nothing [default: 2 for a bundle, 16 for a checkpoint]
+    #[arg(long, value_name = "BITS", value_parser = kv_bits())]
+    kv_bits: Option<u8>,
+    /// The quantizer: quest, oscar or oscar-linear, each also with its parameter, such as oscar:0.97
+    #[arg(long, value_name = "NAME", default_value = "quest")]
+    quantizer: Method,
+    /// First tokens, in full precision for ever
+    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.sink, value_parser = whole_number)]
+    sink: usize,
+    /// Newest tokens, in full precision
+    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.keep, value_parser = whole_number)]
+    keep: usize,
+    /// Tokens between both are quantized in multiples of this
+    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.flush, value_parser = whole_number)]
+    flush: usize,
+    /// Tokens of the prompt that enter the cache together: they read each other in full precision
+    #[arg(long, value_name = "N", default_value_t = wush_pipeline::DEFAULT_CHUNK, value_parser = whole_number)]
+    chunk: usize,
+}
+
+/// The bits that a cache may have.
+fn kv_bits() -> impl clap::builder::TypedValueParser<Value = u8> {
+    PossibleValuesParser::new(["2", "3", "4", "8", "16"]).try_map(|bits| bits.parse::<u8>())
+}
+
+impl GenerateArgs {
+    /// The request that was typed.
+    pub fn request(self) -> GenerateRequest {
+        let Self { model, prompt, sampling, cache } = self;
+        let SamplingArgs { max_new_tokens, temperature, top_k, top_p, seed } = sampling;
+        let CacheArgs { kv_bits, quantizer, sink, keep, flush, chunk } = cache;
+        GenerateRequest {
+            model: model.request(),
+            chat: prompt.chat,
+            prompt: prompt.source(),
+            kv_bits,
+            quantizer,
+            windows: Windows { sink, keep, flush },
+            chunk,
+            max_new_tokens,
+            sampling: Sampling { temperature, top_k, top_p, seed },
+        }
+    }
+}
+
+impl PromptArgs {
+    fn source(self) -> PromptSource {
+        match self.prompt_file {
+            None => PromptSource::Text(self.prompt.unwrap_or_default()),
+            Some(path) if path.as_os_str() == "-" => PromptSource::Stdin,
+            Some(path) => PromptSource::File(path),
+        }
+    }
+}
