@@ -63,6 +63,25 @@ fn perplexity_rises_as_bits_fall_and_feedback_holds_it_down() {
     assert!(ppl(&better, "wush", 2) < ppl(&plain, "wush", 2), "{better} {plain}");
 }
 
+/// A text is scored whole unless a number of windows is asked for.
+#[test]
+fn all_of_the_text_is_scored() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let words = std::fs::read_to_string(text()).expect("read");
+    let short: String = words.chars().take(6000).collect();
+    let short = scratch.write("short.txt", short);
+    let fixed = args([&"eval", &"ppl", &model(), &"--text", &short, &"--seq-len", &"256", &"--format", &"json"]);
+    let run = |more: &[&str]| program.run(&[fixed.clone(), owned(&["--transform", "identity"]), owned(more)].concat());
+    let all = run(&["--bits", "8"]).json();
+    let n = all["sequences"].as_u64().expect("a number");
+    assert!(n > 1, "{all}");
+    assert_eq!(all["rows"][0]["tokens"], n * 255, "all but the first of each");
+    let refused = run(&["--windows", &(n + 1).to_string()]);
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert!(refused.stderr.contains(&format!("found {n}")), "{refused:?}");
+}
+
 /// One calibration gathers what every transform of the list is made from, and leaves nothing behind.
 #[test]
 fn calibrating_within_a_run_gives_the_numbers_of_a_statistics_file() {

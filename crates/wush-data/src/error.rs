@@ -175,7 +175,7 @@ pub enum DataError {
         max: usize,
     },
     /// Too little data for what was asked.
-    #[error("{source_name}: {wanted} sequences{} wanted, found {found}{}", .of_length.map(|n| format!(" of {n} tokens")).unwrap_or_default(), .n_tokens.map(|n| format!(" ({n} tokens)")).unwrap_or_default())]
+    #[error("{source_name}: {wanted} sequence{}{} wanted, found {found}{}", if *.wanted == 1 { "" } else { "s" }, .of_length.map(|n| format!(" of {n} tokens")).unwrap_or_default(), .n_tokens.map(|n| format!(" ({n} tokens)")).unwrap_or_default())]
     TooLittle {
         /// The file, folder or data set.
         source_name: String,
@@ -250,7 +250,7 @@ impl DataError {
             Self::TooLittle { found: 0, of_length: Some(_), .. } => "pass more text, or a smaller --seq-len".to_owned(),
             Self::TooLittle { found, of_length, .. } => {
                 let shorter = if of_length.is_some() { ", a smaller --seq-len" } else { "" };
-                format!("pass --sequences {found}{shorter}, or more data")
+                format!("ask for {found}{shorter}, or pass more data")
             }
             Self::NoTokenizer { .. } => "pass --calib FILE.json with token ids, or add tokenizer.json".to_owned(),
             Self::SeqLen { .. } => "pass a larger --seq-len".to_owned(),

@@ -36,7 +36,7 @@ use pack::Packer;
 use source::{Compression, FileKind};
 
 pub use error::{DataError, Result};
-pub use pack::{DEFAULT_SEQUENCES, PackOptions, Packed, TextSize};
+pub use pack::{PackOptions, Packed, TextSize};
 pub use source::CalibSource;
 
 /// Stage name for the monitor.
@@ -100,7 +100,7 @@ fn load_text(files: Files, tokenizer: &TextTokenizer, options: &PackOptions, mon
     for i in 0..files.len() {
         // A download shows its own progress, so the two stages alternate.
         let path = files.get(i, monitor)?;
-        monitor.begin(STAGE, "tokens", packer.n_missing() as u64);
+        monitor.begin(STAGE, "tokens", packer.n_missing().unwrap_or(0) as u64);
         let result = read_file(&path, &read, tokenizer, &mut packer, monitor);
         monitor.end();
         result?;
@@ -126,7 +126,7 @@ fn read_file(
 ) -> Result<()> {
     let mut documents = Documents::open(path, options)?;
     loop {
-        let n_needed = packer.n_missing().saturating_mul(BYTES_PER_TOKEN);
+        let n_needed = packer.n_missing().unwrap_or(usize::MAX).saturating_mul(BYTES_PER_TOKEN);
         let (texts, is_new) = next_batch(&mut documents, n_needed.clamp(MIN_BATCH_BYTES, MAX_BATCH_BYTES), monitor)?;
         if monitor.interrupted() {
             return Err(DataError::Interrupted);

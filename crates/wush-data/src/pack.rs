@@ -4,15 +4,12 @@
 
 use crate::{DataError, Result};
 
-/// Sequences packed from text when no number is given: the paper's.
-pub const DEFAULT_SEQUENCES: usize = 128;
-
 /// How calibration data becomes sequences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackOptions {
     /// Tokens in a sequence, its BOS among them; for token-id lists the most tokens that one may have.
     pub seq_len: usize,
-    /// Number of sequences. `None`: [`DEFAULT_SEQUENCES`] of text, or every token-id list of a file.
+    /// Number of sequences. `None`: all that there are, and at least one.
     pub sequences: Option<usize>,
     /// Column (parquet) or key (`.jsonl`) that holds the text.
     pub text_field: String,
@@ -68,7 +65,6 @@ impl TextSize {
 /// Cuts a stream of documents into sequences.
 pub(crate) struct Packer<'a> {
     options: &'a PackOptions,
-    wanted: usize,
     sequences: Vec<Vec<u32>>,
     current: Vec<u32>,
     n_documents: usize,
@@ -80,10 +76,8 @@ pub(crate) struct Packer<'a> {
 impl<'a> Packer<'a> {
     /// `options` have passed [`PackOptions::check`].
     pub(crate) fn new(options: &'a PackOptions) -> Self {
-        let wanted = options.sequences.unwrap_or(DEFAULT_SEQUENCES);
         Self {
             options,
-            wanted,
             sequences: Vec::new(),
             current: Vec::new(),
             n_documents: 0,
@@ -120,7 +114,7 @@ impl<'a> Packer<'a> {
 
     /// All sequences wanted are there.
     pub(crate) fn is_full(&self) -> bool {
-        self.sequences.len() >= self.wanted
+        self.options.sequences.is_some_and(|wanted| self.sequences.len() >= wanted)
     }
 
     /// Documents taken in so far.
@@ -133,20 +127,22 @@ impl<'a> Packer<'a> {
         self.sequences.len() * self.options.seq_len + self.current.len()
     }
 
-    /// Tokens that are still to come.
-    pub(crate) fn n_missing(&self) -> usize {
-        self.wanted.saturating_mul(self.options.seq_len).saturating_sub(self.n_packed())
+    /// Tokens that are still to come; none where all are wanted.
+    pub(crate) fn n_missing(&self) -> Option<usize> {
+        let n_wanted = self.options.sequences?.saturating_mul(self.options.seq_len);
+        Some(n_wanted.saturating_sub(self.n_packed()))
     }
 
     /// The sequences, or what to do about too few.
     pub(crate) fn finish(self, source_name: &str) -> Result<Vec<Vec<u32>>> {
-        if self.is_full() {
+        let wanted = self.options.sequences.unwrap_or(1);
+        if self.sequences.len() >= wanted {
             return Ok(self.sequences);
         }
         Err(DataError::TooLittle {
             source_name: source_name.to_owned(),
             found: self.sequences.len(),
-            wanted: self.wanted,
+            wanted,
             of_length: Some(self.options.seq_len),
             n_tokens: Some(self.n_tokens),
         })
@@ -220,9 +216,17 @@ mod tests {
     fn too_little_text_says_how_much_there_was() {
         let error = pack(&[vec![1; 10]], &options(4, 3, None, None)).expect_err("two sequences only");
         assert_eq!(error.to_string(), "test: 3 sequences of 4 tokens wanted, found 2 (10 tokens)");
-        assert_eq!(error.hint().as_deref(), Some("pass --sequences 2, a smaller --seq-len, or more data"));
+        assert_eq!(error.hint().as_deref(), Some("ask for 2, a smaller --seq-len, or pass more data"));
         let error = pack(&[], &options(4, 3, None, None)).expect_err("nothing");
         assert_eq!(error.hint().as_deref(), Some("pass more text, or a smaller --seq-len"));
+    }
+
+    #[test]
+    fn all_there_is_is_at_least_one_sequence() {
+        let all = PackOptions { sequences: None, ..options(4, 1, None, None) };
+        assert_eq!(pack(&[vec![1; 10]], &all).expect("two whole ones").len(), 2);
+        let error = pack(&[vec![1; 3]], &all).expect_err("none");
+        assert_eq!(error.to_string(), "test: 1 sequence of 4 tokens wanted, found 0 (3 tokens)");
     }
 
     #[test]

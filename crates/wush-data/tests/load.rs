@@ -241,7 +241,7 @@ fn token_lists_are_used_as_they_are() {
         assert_eq!(two.sequences, [vec![1, 2, 3], vec![4]]);
         let error = room.load(&source, &options(3, 4)).expect_err("three only");
         assert_eq!(error.to_string(), format!("{name}: 4 sequences wanted, found 3"));
-        assert_eq!(error.hint().as_deref(), Some("pass --sequences 3, or more data"));
+        assert_eq!(error.hint().as_deref(), Some("ask for 3, or pass more data"));
     }
     let unread = room.write("unread.json", b"[[1], [2], this is never looked at");
     assert_eq!(room.load(&unread, &options(2, 2)).expect("enough").sequences, [[1], [2]]);

@@ -2,7 +2,7 @@
 
 /// Progress and interruption of one stage. Every method may be called from any thread.
 pub trait Monitor: Sync {
-    /// A stage begins: `total` units of `unit` ("tokens", "heads", "bytes") lie ahead.
+    /// A stage begins: `total` units of `unit` ("tokens", "heads", "bytes") lie ahead, 0 where nobody knows.
     fn begin(&self, stage: &str, unit: &'static str, total: u64);
     /// `n` units of the current stage are done.
     fn advance(&self, n: u64);

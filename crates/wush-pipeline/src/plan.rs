@@ -5,7 +5,6 @@ mod announce;
 mod calibration;
 mod verification;
 
-pub use wush_data::DEFAULT_SEQUENCES;
 use wush_data::{Packed, TextSize};
 use wush_fold::FoldDtype;
 use wush_format::hash::Sha;
@@ -34,6 +33,8 @@ pub use verification::{Unchecked, VerifyPlan};
 pub const DEFAULT_CALIB: &str = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*";
 /// Column or key of the text.
 pub const DEFAULT_TEXT_FIELD: &str = "text";
+/// Sequences of calibration text: the paper's.
+pub const DEFAULT_SEQUENCES: usize = 128;
 /// Tokens a sequence, where the model goes that far: the paper's.
 pub const DEFAULT_SEQ_LEN: usize = 32_768;
 /// Tokens of an evaluation's windows: the paper's.

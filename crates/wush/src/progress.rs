@@ -128,11 +128,14 @@ fn rate(done: u64, elapsed: Duration) -> Option<f64> {
     (elapsed >= SHORTEST_RATED && done > 0).then(|| done as f64 / elapsed.as_secs_f64())
 }
 
-/// "4096 of 16384 tokens, 512 tokens/s, 24 s left"; no rate and no time where none is known.
+/// "4096 of 16384 tokens, 512 tokens/s, 24 s left"; no rate, no total and no time where none is known.
 fn counts(done: u64, total: u64, unit: &str, rate: Option<f64>) -> String {
     let number = if unit == "bytes" { human_bytes(done) } else { done.to_string() };
-    let of_total = format!("{number} of {}", count(total, unit));
+    let of_total = if total == 0 { count(done, unit) } else { format!("{number} of {}", count(total, unit)) };
     let Some(rate) = rate else { return of_total };
+    if total == 0 {
+        return format!("{of_total}, {}/s", count(rate.round() as u64, unit));
+    }
     let left = Duration::from_secs_f64((total.saturating_sub(done) as f64 / rate).min(1e9));
     format!("{of_total}, {}/s, {} left", count(rate.round() as u64, unit), human_time(left))
 }
@@ -188,5 +191,6 @@ mod tests {
         assert_eq!(counts(0, 8192, "tokens", rate(0, Duration::from_secs(3))), "0 of 8192 tokens");
         let known = counts(4096, 8192, "tokens", Some(2712.1543));
         assert_eq!(known, "4096 of 8192 tokens, 2712 tokens/s, 1.5 s left");
+        assert_eq!(counts(4096, 0, "tokens", Some(2712.1543)), "4096 tokens, 2712 tokens/s");
     }
 }

@@ -9,7 +9,7 @@ use wush_format::text::is_plain;
 use wush_stats::StatsInfo;
 
 use crate::model::Model;
-use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN};
+use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN, DEFAULT_SEQUENCES};
 use crate::request::{CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
 use crate::{PipelineError, Result};
 
@@ -118,11 +118,12 @@ pub(crate) fn load_sequences(
         let expected = "none with token-id lists, which are used as they are".to_owned();
         return Err(PipelineError::Option { option: length_option, expected, found: seq_len.to_string() });
     }
-    let (at_most, default_len) = match purpose {
-        Purpose::Statistics => (None, DEFAULT_SEQ_LEN),
-        Purpose::Score => (None, DEFAULT_EVAL_SEQ_LEN),
-        Purpose::Comparison { seq_len } => (None, seq_len),
-        Purpose::Check { sequences, seq_len } => (Some(sequences), seq_len),
+    // How many of text, how many in any case, and how long.
+    let (of_text, at_most, default_len) = match purpose {
+        Purpose::Statistics => (Some(DEFAULT_SEQUENCES), None, DEFAULT_SEQ_LEN),
+        Purpose::Score => (None, None, DEFAULT_EVAL_SEQ_LEN),
+        Purpose::Comparison { seq_len } => (Some(DEFAULT_SEQUENCES), None, seq_len),
+        Purpose::Check { sequences, seq_len } => (None, Some(sequences), seq_len),
     };
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
     let options = PackOptions {
@@ -132,7 +133,7 @@ pub(crate) fn load_sequences(
             model.spec.max_position_embeddings
         },
         // A file of token ids may hold fewer lists than the cap: it is cut below.
-        sequences: if is_text { at_most.or(request.sequences) } else { request.sequences },
+        sequences: if is_text { at_most.or(request.sequences).or(of_text) } else { request.sequences },
         text_field: request.text_field.clone(),
         bos: tokenizer.as_ref().and_then(TextTokenizer::bos),
         eos: if is_text { eos_token_id(&model.checkpoint)? } else { None },
