@@ -87,22 +87,28 @@ fn few(x: &[f32], products: Vec<Product<'_>>) {
 /// `out[i] = W[first + i] · x`. Sums in [`LANES`] parts in f32, the same whatever the vector width.
 fn dots(x: &[f32], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
     if weight.dtype == Dtype::BF16 {
-        let row = 2 * x.len();
-        let rows = weight.bytes[first * row..].chunks_exact(row);
-        elementwise::vectorized(
-            #[inline(always)]
-            || out.iter_mut().zip(rows).for_each(|(out, row)| *out = dot_bf16(row.as_chunks().0, x)),
-        );
-        return;
+        return dots_bf16(x, &weight.bytes[first * 2 * x.len()..], out);
     }
     scratch.resize(x.len(), 0.0);
     for (i, out) in out.iter_mut().enumerate() {
         widen::into(weight, (first + i) * x.len(), scratch);
-        elementwise::vectorized(
+        *out = elementwise::vectorized(
             #[inline(always)]
-            || *out = dot(scratch, x, |&w| w),
+            || dot(scratch, x, |&w| w),
         );
     }
+}
+
+/// The same of BF16 rows. A loop and no adapter: a closure that is not inlined would be compiled for the narrowest vectors.
+fn dots_bf16(x: &[f32], rows: &[u8], out: &mut [f32]) {
+    elementwise::vectorized(
+        #[inline(always)]
+        || {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = dot_bf16(rows[i * 2 * x.len()..(i + 1) * 2 * x.len()].as_chunks().0, x);
+            }
+        },
+    );
 }
 
 #[inline(always)]
