@@ -212,7 +212,10 @@ fn what_cannot_be_continued_is_refused_by_name() {
     refused(&["--prompt", "a", "--flush", "0"], "windows.flush: expected 1 to");
     refused(&["--prompt-file", "absent.txt"], "absent.txt");
     scratch.write("latin.txt", b"caf\xe9");
-    refused(&["--prompt-file", "latin.txt"], "--prompt-file: expected text in UTF-8, found another byte at 3 of latin.txt");
+    refused(
+        &["--prompt-file", "latin.txt"],
+        "--prompt-file: expected text in UTF-8, found another byte at 3 of latin.txt",
+    );
     let long = model().join("heldout.txt");
     refused(&["--prompt-file", long.to_str().expect("UTF-8")], "the model reaches 4096 positions");
     let of_tiny = command(&fixture("tiny/llama-gqa"), &["--prompt", "a"]);

@@ -74,6 +74,7 @@ pub fn bf16_bytes(config: &CacheConfig, n_tokens: usize) -> u64 {
 /// `Cache` for a head dimension that is not packed.
 pub fn most_bytes(config: &CacheConfig, n_tokens: usize, chunk: usize) -> Result<u64> {
     let full = if config.full == FullDtype::Bf16 { 2 } else { 4 };
+    let chunk = chunk.min(n_tokens);
     let in_windows = (config.windows.sink + 2 * (config.windows.keep + config.windows.flush + chunk)).min(2 * n_tokens);
     let in_pages = n_tokens + config.page_tokens;
     let mut sum = 0u64;

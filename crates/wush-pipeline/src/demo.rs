@@ -1,5 +1,6 @@
-//! The tour: the bundled model is converted and audited against itself, without a network.
+//! The tour: the bundled model is converted, audited against itself, and writes on over a 2-bit cache, without a network.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use wush_data::CalibSource;
@@ -11,10 +12,10 @@ use crate::paths::require_absent;
 use crate::plan::{DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
 use crate::report::{Again, DemoReport};
 use crate::request::{
-    CalibrationRequest, ConvertRequest, DemoRequest, DeviceChoice, Environment, InspectRequest, ModelRequest, Preset,
-    SolveSettings, VerifySettings,
+    CalibrationRequest, Chat, ConvertRequest, DemoRequest, DeviceChoice, Environment, GenerateRequest, InspectRequest,
+    ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
 };
-use crate::{PipelineError, Result, convert, inspect};
+use crate::{DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_QUANTIZER, PipelineError, Result, convert, generate, inspect};
 
 /// The model inside the demo's directory.
 const MODEL: &str = "demo-model";
@@ -26,8 +27,16 @@ const TEXT: &str = "calibration.txt";
 const SEQUENCES: usize = 64;
 /// Tokens a sequence.
 const SEQ_LEN: usize = 1024;
+/// Bytes of the text that are the prompt: tokens enough to leave the windows.
+const PROMPT_BYTES: usize = 2000;
+/// Tokens that the model writes on.
+const NEW_TOKENS: usize = 60;
+/// Of its draws: so small a model repeats itself when it always takes the most likely token.
+const TEMPERATURE: f64 = 0.7;
+/// See [`TEMPERATURE`].
+const TOP_P: f64 = 0.9;
 
-/// `wush demo`: unpacks the model, converts it and inspects the bundle. The directory appears once all of it is there.
+/// `wush demo`: unpacks the model, converts it, inspects the bundle and lets it write. The directory appears once all of it is there.
 ///
 /// # Errors
 /// `OutputExists` when the directory is there already; `Io`; `Interrupted`.
@@ -41,17 +50,19 @@ pub fn demo(request: &DemoRequest, env: &Environment<'_>) -> Result<DemoReport> 
     let audit =
         InspectRequest { path: PathBuf::from(&convert.out.path), base: Some(model.display().to_string()), html: None };
     let mut inspect = inspect(&audit, env)?;
+    let mut generate = generate(&generate_request(&model, &bundle)?, env, &mut |_| ControlFlow::Continue(()))?;
     let shown = |staged_path: &str| match Path::new(staged_path).strip_prefix(staged.path()) {
         Ok(inner) => request.out.join(inner).display().to_string(),
         Err(_) => staged_path.to_owned(),
     };
     convert.out.path = shown(&convert.out.path);
     convert.model.argument = shown(&convert.model.argument);
+    generate.model.argument = shown(&generate.model.argument);
     inspect.path = shown(&inspect.path);
     inspect.base = inspect.base.as_deref().map(shown);
     staged.commit()?;
     let text = request.out.join(MODEL).join(TEXT).display().to_string();
-    Ok(DemoReport { convert, inspect, again: Again { text, sequences: SEQUENCES, seq_len: SEQ_LEN } })
+    Ok(DemoReport { convert, inspect, generate, again: Again { text, sequences: SEQUENCES, seq_len: SEQ_LEN } })
 }
 
 /// A tour that was stopped leaves nothing to continue.
@@ -78,5 +89,22 @@ fn convert_request(model: &Path, out: PathBuf) -> Result<ConvertRequest> {
         verify: VerifySettings { sequences: DEFAULT_VERIFY_SEQUENCES, tolerance: None },
         resume: false,
         out,
+    })
+}
+
+/// The text's first page, continued over the bundle's own cache.
+fn generate_request(model: &Path, bundle: &Path) -> Result<GenerateRequest> {
+    let path = model.join(TEXT);
+    let text = std::fs::read_to_string(&path).map_err(|e| FormatError::io(&path, "read", e))?;
+    Ok(GenerateRequest {
+        model: ModelRequest { model: bundle.display().to_string(), device: DeviceChoice::Auto, rope_scaling: None },
+        prompt: PromptSource::Text(text[..text.floor_char_boundary(PROMPT_BYTES)].to_owned()),
+        chat: Chat::Auto,
+        kv_bits: Some(DEFAULT_BUNDLE_BITS),
+        quantizer: DEFAULT_QUANTIZER.parse()?,
+        windows: Windows::STUDY,
+        chunk: DEFAULT_CHUNK,
+        max_new_tokens: NEW_TOKENS,
+        sampling: Sampling { temperature: TEMPERATURE, top_p: TOP_P, ..Sampling::GREEDY },
     })
 }

@@ -159,20 +159,38 @@ impl<'a> Plan<'a> {
         told: &mut TextSink<'_>,
     ) -> Result<Done> {
         let ids = &self.prompt.ids;
-        let ends = eos_token_ids(&self.model.checkpoint)?;
-        let mut sampler = self.sampler.clone();
-        let mut stream = TextStream::after(&self.tokenizer, ids);
-        let (mut text, mut n_new) = (String::new(), 0);
         env.monitor.begin("prompt", "tokens", ids.len() as u64);
         let clock = Instant::now();
-        let mut logits = session.feed(ids, request.chunk, env.monitor)?;
+        let logits = session.feed(ids, request.chunk, env.monitor)?;
         let prompt = Rate::new(ids.len(), clock);
         env.monitor.end();
-        let clock = Instant::now();
+        let mut text = String::new();
         let mut tell = |piece: &str| {
             text.push_str(piece);
             if piece.is_empty() { ControlFlow::Continue(()) } else { told(piece) }
         };
+        let clock = Instant::now();
+        let (n_new, stop) = self.go_on(&mut session, logits, env, &mut tell)?;
+        let generated = Rate::new(n_new, clock);
+        let stop = match stop {
+            StopReason::MaxNewTokens if n_new < request.max_new_tokens => StopReason::Positions,
+            other => other,
+        };
+        Ok(Done { text, stop, prompt, generated, cache: self.cache_use(&session) })
+    }
+
+    /// Tokens after the one that `logits` are of; how many, and why they end.
+    fn go_on(
+        &self,
+        session: &mut Session<'_>,
+        mut logits: Vec<f32>,
+        env: &Environment<'_>,
+        tell: &mut TextSink<'_>,
+    ) -> Result<(usize, StopReason)> {
+        let ends = eos_token_ids(&self.model.checkpoint)?;
+        let mut sampler = self.sampler.clone();
+        let mut stream = TextStream::after(&self.tokenizer, &self.prompt.ids);
+        let mut n_new = 0;
         let stop = loop {
             let id = sampler.pick(&logits);
             n_new += 1;
@@ -180,16 +198,16 @@ impl<'a> Plan<'a> {
                 break StopReason::EndOfText;
             }
             if tell(&stream.push(id)?).is_break() {
-                break StopReason::Reader;
+                return Ok((n_new, StopReason::Reader));
             }
             if n_new == self.max_new {
-                break if n_new < request.max_new_tokens { StopReason::Positions } else { StopReason::MaxNewTokens };
+                break StopReason::MaxNewTokens;
             }
             logits = session.feed(&[id], 1, env.monitor)?;
         };
+        // The text ends here, whoever reads it.
         let _ = tell(&stream.finish()?);
-        let generated = Rate::new(n_new, clock);
-        Ok(Done { text, stop, prompt, generated, cache: self.cache_use(&session) })
+        Ok((n_new, stop))
     }
 
     fn cache_use(&self, session: &Session<'_>) -> CacheUse {
@@ -215,6 +233,8 @@ impl<'a> Plan<'a> {
 pub const DEFAULT_BUNDLE_BITS: u8 = 2;
 /// `--kv-bits` of a checkpoint, which has no transforms.
 pub const DEFAULT_BITS: u8 = 16;
+/// `--quantizer`.
+pub const DEFAULT_QUANTIZER: &str = "quest";
 /// `--max-new-tokens`.
 pub const DEFAULT_MAX_NEW_TOKENS: usize = 256;
 /// `--chunk`: long enough that widening the weights for it costs little, short enough for progress.

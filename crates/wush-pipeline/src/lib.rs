@@ -48,7 +48,9 @@ pub use convert::{convert, fold};
 pub use demo::demo;
 pub use error::{Kept, PipelineError, Result};
 pub use eval::eval_ppl;
-pub use generate::{DEFAULT_BITS, DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_MAX_NEW_TOKENS, TextSink, generate};
+pub use generate::{
+    DEFAULT_BITS, DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_MAX_NEW_TOKENS, DEFAULT_QUANTIZER, TextSink, generate,
+};
 pub use human::{counted, human_bytes, human_time, ratio, shell_word};
 pub use inspect::inspect;
 pub use merge::merge;

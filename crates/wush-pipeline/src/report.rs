@@ -254,6 +254,8 @@ pub struct DemoReport {
     pub convert: ConvertReport,
     /// The audit against the model that it was made from.
     pub inspect: wush_inspect::Report,
+    /// The calibration text, continued over the bundle's cache.
+    pub generate: GenerateReport,
     /// What the conversion was given.
     pub again: Again,
 }

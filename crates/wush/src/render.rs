@@ -177,6 +177,8 @@ impl Report for DemoReport {
         text.layers(&self.convert.layers);
         text.heading("3. The bundle, audited against the model");
         text.0.push_str(&wush_pipeline::audit::to_text(&self.inspect));
+        text.heading("4. The calibration text's first page, continued over a 2-bit cache");
+        let _ = write!(text.0, "…{}\n\n{}", self.generate.text, self.generate.text());
         match self.passed() {
             true => {
                 text.next(&format!("{} --html report.html", audit_command(&self.convert)));

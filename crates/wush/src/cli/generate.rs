@@ -68,7 +68,7 @@ struct CacheArgs {
     #[arg(long, value_name = "BITS", value_parser = kv_bits())]
     kv_bits: Option<u8>,
     /// The quantizer: quest, oscar or oscar-linear, each also with its parameter, such as oscar:0.97
-    #[arg(long, value_name = "NAME", default_value = "quest")]
+    #[arg(long, value_name = "NAME", default_value = wush_pipeline::DEFAULT_QUANTIZER)]
     quantizer: Method,
     /// First tokens, in full precision for ever
     #[arg(long, value_name = "N", default_value_t = Windows::SERVING.sink, value_parser = whole_number)]
