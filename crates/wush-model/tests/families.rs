@@ -286,6 +286,8 @@ fn families_page() -> String {
     page.push_str(
         "\nRoPE scalings: default, linear, dynamic, llama3, YaRN, longrope, from `rope_scaling` or `rope_parameters`;\n\
          `--rope-scaling yarn:4` (or `linear:…`, `dynamic:…`) for a checkpoint without one.\n\
+         `generate` ends a text where dynamic and longrope scaling would turn all keys otherwise, those that are \
+         cached already too; it says so before.\n\
          Layers beyond `num_hidden_layers` (draft heads) are copied untouched.\n",
     );
     for (ground, title) in [
