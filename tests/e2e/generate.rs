@@ -59,7 +59,7 @@ fn text_goes_to_stdout_and_what_it_took_to_stderr() {
 #[test]
 fn a_bundle_is_used_with_its_own_transforms_at_every_width() {
     let scratch = Scratch::new();
-    wush(&scratch).ok(&on_demo("convert", &["--out", "b", "--feedback"]));
+    wush(&scratch).ok(&on_demo("convert", &["--out", "b", "--feedback", "--center-keys", "always"]));
     let (bundle, prompt) = (scratch.join("b"), prompt());
     let of = |model: &Path, bits: Option<&str>| {
         let bits: Vec<&str> = bits.into_iter().flat_map(|bits| ["--kv-bits", bits]).collect();
