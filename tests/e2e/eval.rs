@@ -1,9 +1,11 @@
 //! `wush eval`: perplexity through the quantized cache.
 
+use std::io::{BufRead, BufReader, Read};
+
 use serde_json::Value;
 
 use crate::common::{args, assert_schema, model, on_demo, text, wush};
-use wush_tests::{Outcome, Program, Scratch, names};
+use wush_tests::{Outcome, Program, Scratch, names, signal};
 
 /// Windows of 512 tokens, so that most of each is quantized.
 const WINDOWS: [&str; 4] = ["--seq-len", "512", "--windows", "2"];
@@ -212,4 +214,30 @@ fn the_page_holds_a_chart_a_quantizer_and_the_table_and_loads_nothing() {
     let refused = evaluate(&program, &on_model(), &["--html", inside.to_str().expect("test paths are UTF-8")]);
     assert_eq!(refused.code, Some(2), "{refused:?}");
     assert!(!inside.exists());
+}
+
+/// While it calibrates and while it scores: nothing is kept, and no option is proposed that the command does not have.
+#[test]
+fn a_stop_ends_it_and_leaves_nothing() {
+    for stop_at in ["calibrate  ", "row        none"] {
+        let scratch = Scratch::new();
+        let sequences = if stop_at.starts_with("row") { "1" } else { "64" };
+        let fixed = args([&"eval", &"ppl", &model(), &"--text", &text(), &"--calib", &text()]);
+        let more = ["--seq-len", "1024", "--windows", "8", "--transform", "wush", "--bits", "8,4,3,2"];
+        let all = [fixed, owned(&more), owned(&["--sequences", sequences])].concat();
+        let mut child = wush(&scratch).start(&all);
+        let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
+        let mut line = String::new();
+        while !line.starts_with(stop_at) {
+            line.clear();
+            assert!(stderr.read_line(&mut line).expect("text") > 0, "{stop_at} never came");
+        }
+        signal(&child, "INT");
+        let mut rest = String::new();
+        stderr.read_to_string(&mut rest).expect("text");
+        let outcome = Outcome::of(child.wait_with_output().expect("waited for"));
+        assert_eq!(outcome.code, Some(130), "{stop_at}: {outcome:?} {rest}");
+        assert!(rest.contains("interrupted") && !rest.contains("--resume"), "{stop_at}: {rest}");
+        assert!(outcome.stdout.is_empty() && names(scratch.path()).is_empty(), "{stop_at}: {outcome:?}");
+    }
 }
