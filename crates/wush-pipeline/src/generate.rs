@@ -40,11 +40,15 @@ pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut Tex
     let plan = Plan::new(&model, request)?;
     plan.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     env.monitor.note(&plan.memory.describe());
-    let model_hash = model.hash_weights()?;
-    let (cache, transforms) = plan.cache(model_hash)?;
     env.monitor.begin("load", "layers", model.spec.layers.len() as u64);
-    let decoder = Resident::load(&model.checkpoint, &model.spec, &Stored, env.monitor).in_stage("load")?;
+    // Both read the weights once, one thread each.
+    let (model_hash, decoder) = rayon::join(
+        || model.hash_weights(),
+        || Resident::load(&model.checkpoint, &model.spec, &Stored, env.monitor).in_stage("load"),
+    );
     env.monitor.end();
+    let (model_hash, decoder) = (model_hash?, decoder?);
+    let (cache, transforms) = plan.cache(model_hash)?;
     let session = Session::new(&decoder, cache, transforms, plan.prompt.ids.len())?;
     let done = plan.run(session, request, env, told).in_stage("generate")?;
     Ok(GenerateReport {
