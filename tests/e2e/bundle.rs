@@ -92,7 +92,13 @@ fn only_value_and_output_projections_change_and_all_other_files_are_copied() {
     let wush_files: Vec<_> = names(&bundle.join("wush"));
     assert_eq!(
         wush_files,
-        ["README.md", "key_transforms.safetensors", "manifest.json", "value_transforms.safetensors"]
+        [
+            "README.md",
+            "key_transforms.safetensors",
+            "manifest.json",
+            "value_feedback.safetensors",
+            "value_transforms.safetensors"
+        ]
     );
 }
 

@@ -12,7 +12,7 @@ const COMMANDS: &[&str] =
     &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "eval", "generate", "demo", "schema"];
 
 /// Commands of commands, on the page as well.
-const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"]];
+const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"], ["eval", "recon"]];
 
 /// With `WUSH_UPDATE=1` in the environment, generated files are rewritten instead of compared.
 fn assert_same_or_update(path: &str, generated: &str) {

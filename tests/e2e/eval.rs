@@ -1,5 +1,6 @@
 //! `wush eval`: perplexity through the quantized cache.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 
 use serde_json::Value;
@@ -70,7 +71,7 @@ fn perplexity_rises_as_bits_fall_and_feedback_holds_it_down() {
 fn all_of_the_text_is_scored() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
-    let words = std::fs::read_to_string(text()).expect("read");
+    let words = fs::read_to_string(text()).expect("read");
     let short: String = words.chars().take(6000).collect();
     let short = scratch.write("short.txt", short);
     let fixed = args([&"eval", &"ppl", &model(), &"--text", &short, &"--seq-len", &"256", &"--format", &"json"]);
@@ -113,7 +114,9 @@ fn a_calibration_as_long_as_the_text_gets_no_warning() {
     let run = evaluate(&wush(&scratch), &on_model(), &more);
     assert_eq!(run.json()["calibration"]["max_seq_len"], 512, "{run:?}");
     assert_eq!(run.json()["notes"], Value::Array(vec![]), "{run:?}");
-    for told in ["calibrate  calibration.txt: 2 sequences, 1024 tokens", "row        wush, quest, 8 bits: perplexity"] {
+    for told in
+        ["calibrate  calibration.txt: 2 sequences, 1024 tokens", "row        wush, quest-wide, 8 bits: perplexity"]
+    {
         assert!(run.stderr.contains(told), "{told}: {}", run.stderr);
     }
 }
@@ -127,13 +130,14 @@ fn a_bundle_is_evaluated_with_all_that_it_holds() {
     let fixed = args([&"convert", &model(), &"--calib", &text()]);
     let cut = ["--sequences", "16", "--seq-len", "512", "--fold-dtype", "f32"];
     let options = ["--center-keys", "always", "--feedback", "true", "--exponent", "0.4"];
-    program.ok(&[fixed, owned(&cut), owned(&options), owned(&["--out", "b"])].concat());
+    let paper = ["--preset", "paper"];
+    program.ok(&[fixed, owned(&cut), owned(&paper), owned(&options), owned(&["--out", "b"])].concat());
     let calibration = calibration();
     let calibration: Vec<&str> = calibration.iter().map(String::as_str).collect();
     let cache = ["--bits", "2", "--quantizer", "quest:1.85", "--sink", "4", "--keep", "16"];
     let bundle = report(&program, "b", &cache);
     let of_model = |options: &[&str]| {
-        let more = [&cache[..], &["--transform", "wush"], &calibration, options].concat();
+        let more = [&cache[..], &["--transform", "wush"], &calibration, &paper, options].concat();
         ppl(&report(&program, &on_model(), &more), "wush", 2)
     };
     let (own, same) = (ppl(&bundle, "bundle", 2), of_model(&options));
@@ -195,7 +199,7 @@ fn the_page_holds_a_chart_a_quantizer_and_the_table_and_loads_nothing() {
     let program = wush(&scratch);
     let list = ["--bits", "4,2", "--transform", "identity,hadamard", "--quantizer", "quest,oscar:0.9"];
     let report = report(&program, &on_model(), &[&list[..], &["--html", "ppl.html"]].concat());
-    let page = std::fs::read_to_string(scratch.join("ppl.html")).expect("a page");
+    let page = fs::read_to_string(scratch.join("ppl.html")).expect("a page");
     assert_eq!(page.matches("<svg").count(), 2, "one a quantizer");
     assert_eq!(page.matches("<circle").count(), 8, "one a row");
     for row in report["rows"].as_array().expect("rows") {
@@ -240,4 +244,26 @@ fn a_stop_ends_it_and_leaves_nothing() {
         assert!(rest.contains("interrupted") && !rest.contains("--resume"), "{stop_at}: {rest}");
         assert!(outcome.stdout.is_empty() && names(scratch.path()).is_empty(), "{stop_at}: {outcome:?}");
     }
+}
+
+/// The paper's order on the demo model, and that what is quantized more finely loses less.
+#[test]
+fn errors_inside_modules_are_least_with_wush() {
+    let scratch = Scratch::new();
+    let on_text = args([&"eval", &"recon", &model(), &"--text", &text(), &"--windows", &"4", &"--seq-len", &"512"]);
+    let more = ["--bits", "2,4", "--transform", "identity,hadamard,wush", "--preset", "paper", "--html", "p.html"];
+    let run = wush(&scratch).ok(&[on_text, calibration(), owned(&more), owned(&["--format", "json"])].concat());
+    let rows = run.json()["rows"].as_array().expect("rows").clone();
+    let of = |transform: &str, bits: u64, what: &str| {
+        let row = rows.iter().find(|row| row["transform"] == transform && row["bits"] == bits).expect("the row");
+        assert_eq!(row["layers"].as_array().expect("layers").len(), 6);
+        row[what].as_f64().expect("a number")
+    };
+    for what in ["products", "probabilities", "keys", "values", "both"] {
+        assert!(of("wush", 2, what) < of("hadamard", 2, what), "{what}");
+        assert!(of("wush", 4, what) < 0.5 * of("wush", 2, what), "{what}");
+    }
+    assert!(of("wush", 2, "both") > of("wush", 2, "keys") && of("wush", 2, "both") > of("wush", 2, "values"));
+    let page = fs::read_to_string(scratch.join("p.html")).expect("a page");
+    assert_eq!(page.matches("<svg").count(), 10);
 }

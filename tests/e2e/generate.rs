@@ -71,7 +71,7 @@ fn a_bundle_is_used_with_its_own_transforms_at_every_width() {
     for bits in ["2", "3", "4", "8"] {
         let found = of(&bundle, Some(bits));
         let cache = &found["cache"];
-        assert_eq!((&cache["transforms"], &cache["quantizer"]), (&json!(true), &json!("quest")), "{found}");
+        assert_eq!((&cache["transforms"], &cache["quantizer"]), (&json!(true), &json!("quest-wide")), "{found}");
         let ratio = cache["ratio"].as_f64().expect("a number");
         assert!(ratio > smaller && ratio < 1.0, "{bits} bits: {found}");
         smaller = ratio;

@@ -104,6 +104,19 @@ impl QuantizedCache {
     pub fn values(&self, layer: usize, values: &Rows, quantized: Range<usize>) -> Result<Option<Cached>, QuantError> {
         self.layers[layer].1.as_ref().map(|side| side.cached(values, quantized)).transpose()
     }
+
+    /// Queries `[tokens, n_heads * d]` as one layer's cached keys meet them; none where keys stay as they are.
+    pub fn queries(&self, layer: usize, queries: &Rows, head_dim: usize) -> Option<Rows> {
+        self.layers[layer].0.as_ref().map(|side| Cpu.transform_heads(queries, &side.reader, head_dim))
+    }
+
+    /// Attention outputs `[tokens, n_heads * d]` from the coordinates of cached values to the model's.
+    pub fn outputs(&self, layer: usize, outputs: Rows, head_dim: usize) -> Rows {
+        match &self.layers[layer].1 {
+            None => outputs,
+            Some(side) => Cpu.transform_heads(&outputs, &side.reader, head_dim),
+        }
+    }
 }
 
 impl OnDevice {
@@ -188,12 +201,9 @@ impl AttentionProduct<Cpu> for QuantizedCache {
         let cached_values = self.values(place.layer, v, positions).map_err(refused("values"))?;
         let (k, kq) = cached_keys.as_ref().map_or((k, k), |cached| (&cached.exact, &cached.quantized));
         let (v, vq) = cached_values.as_ref().map_or((v, v), |cached| (&cached.exact, &cached.quantized));
-        let queries = keys.as_ref().map(|side| backend.transform_heads(q, &side.reader, shape.head_dim));
+        let queries = self.queries(place.layer, q, shape.head_dim);
         let (exact, quantized) = (KeysValues { keys: k, values: v }, KeysValues { keys: kq, values: vq });
         let out = windowed(queries.as_ref().unwrap_or(q), exact, quantized, shape, &chunks);
-        Ok(match values {
-            None => out,
-            Some(side) => backend.transform_heads(&out, &side.reader, shape.head_dim),
-        })
+        Ok(self.outputs(place.layer, out, shape.head_dim))
     }
 }

@@ -1,4 +1,4 @@
-//! What a quantized KV cache costs: perplexity through it (Section 5.2).
+//! What a quantized KV cache costs: errors inside each attention module (Section 5.1) and perplexity (Section 5.2).
 //!
 //! Enters: a decoder, token sequences, and a cache: transforms and quantizers of every layer. Leaves: numbers. Whole
 //! sequences pass through a layer at once ([`cache`]): their keys and values are packed and unpacked with the runtime's
@@ -7,6 +7,7 @@
 pub mod cache;
 pub mod perplexity;
 pub mod plot;
+pub mod recon;
 
 mod error;
 mod windows;

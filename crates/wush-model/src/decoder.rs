@@ -208,6 +208,20 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(nll)
     }
 
+    /// What is decoded.
+    pub fn spec(&self) -> &ModelSpec {
+        self.spec
+    }
+
+    /// W_O of a layer on the device, without its bias.
+    ///
+    /// # Errors
+    /// A tensor that is absent or has another shape.
+    pub fn output_projection(&self, layer: usize) -> Result<B::Matrix> {
+        let slice = &self.spec.layers[layer].attn.o.weight;
+        Ok(self.backend.matrix(weights::view(self.checkpoint, slice)?, slice.rows.clone()))
+    }
+
     /// Bytes that a run over sequences of at most `max_len` tokens holds on the device at once.
     pub fn memory(&self, max_len: usize) -> Memory {
         let layer = self.spec.layers.iter().map(layer_elements).max().unwrap_or(0);

@@ -179,6 +179,15 @@ enum Source {
 }
 
 impl Candidate {
+    /// The quantizer that suits it, where none is asked for.
+    pub(crate) fn quantizer(&self) -> Method {
+        let has_feedback = match &self.source {
+            Source::Solved(transforms) => transforms.solve.feedback,
+            Source::Bundle { values, .. } => values.is_some(),
+        };
+        Method::for_encoder(has_feedback)
+    }
+
     /// Every layer's cache with this quantizer.
     ///
     /// # Errors

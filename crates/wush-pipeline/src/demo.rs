@@ -15,7 +15,7 @@ use crate::request::{
     CalibrationRequest, Chat, ConvertRequest, DemoRequest, DeviceChoice, Environment, GenerateRequest, InspectRequest,
     ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
 };
-use crate::{DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_QUANTIZER, PipelineError, Result, convert, generate, inspect};
+use crate::{DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, PipelineError, Result, convert, generate, inspect};
 
 /// The model inside the demo's directory.
 const MODEL: &str = "demo-model";
@@ -101,7 +101,7 @@ fn generate_request(model: &Path, bundle: &Path) -> Result<GenerateRequest> {
         prompt: PromptSource::Text(text[..text.floor_char_boundary(PROMPT_BYTES)].to_owned()),
         chat: Chat::Auto,
         kv_bits: Some(DEFAULT_BUNDLE_BITS),
-        quantizer: DEFAULT_QUANTIZER.parse()?,
+        quantizer: None,
         windows: Windows::STUDY,
         chunk: DEFAULT_CHUNK,
         max_new_tokens: NEW_TOKENS,

@@ -71,7 +71,7 @@ fn rows(
     request: &EvalPplRequest,
     env: &Environment<'_>,
 ) -> Result<Vec<PerplexityRow>> {
-    let n_rows = 1 + candidates.len() * request.quantizers.len() * request.bits.len();
+    let n_rows = 1 + candidates.len() * request.quantizers.len().max(1) * request.bits.len();
     env.monitor.begin("evaluate", "tokens", n_rows as u64 * n_tokens(sequences));
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
     let score = |attention: &dyn AttentionProduct<Cpu>| {
@@ -84,7 +84,9 @@ fn rows(
     };
     add(row(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED_BITS, score(&Exact)?));
     for candidate in candidates {
-        for quantizer in &request.quantizers {
+        let own = [candidate.quantizer()];
+        let quantizers = if request.quantizers.is_empty() { &own[..] } else { &request.quantizers };
+        for quantizer in quantizers {
             for &bits in &request.bits {
                 let layers = candidate.layers(quantizer, bits)?;
                 let cache = QuantizedCache::new(&model.spec, layers, request.protocol)?;
@@ -114,7 +116,7 @@ fn describe(row: &PerplexityRow) -> String {
 }
 
 /// What the reader of the numbers should know.
-fn notes(candidates: &[Candidate], seq_len: usize) -> Vec<String> {
+pub(crate) fn notes(candidates: &[Candidate], seq_len: usize) -> Vec<String> {
     let lengths = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.max_seq_len);
     let short = lengths.min().filter(|&calibrated| calibrated < seq_len as u64).map(|calibrated| {
         format!(

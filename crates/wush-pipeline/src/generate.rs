@@ -10,12 +10,13 @@ use std::time::Instant;
 
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
-use wush_format::bundle::{KEY_TRANSFORMS, MANIFEST, WUSH_DIR};
+use wush_format::bundle::{KEY_TRANSFORMS, MANIFEST, VALUE_FEEDBACK, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::{Manifest, Status};
 use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
+use wush_quant::Method;
 use wush_runtime::{CacheConfig, KeyTransforms, KvCache};
 
 use crate::error::InStage;
@@ -95,7 +96,9 @@ impl<'a> Plan<'a> {
         check_options(request)?;
         let is_bundle = model.checkpoint.is_bundle();
         let bits = request.kv_bits.unwrap_or(if is_bundle { DEFAULT_BUNDLE_BITS } else { DEFAULT_BITS });
-        let settings = CacheSettings { bits, quantizer: request.quantizer, windows: request.windows };
+        let has_feedback = is_bundle && model.dir().join(WUSH_DIR).join(VALUE_FEEDBACK).exists();
+        let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
+        let settings = CacheSettings { bits, quantizer, windows: request.windows };
         let config = settings.config(&model.spec)?;
         let tokenizer = TextTokenizer::open(model.dir())?;
         let prompt = Prompt::new(model, &tokenizer, &request.prompt, request.chat)?;
@@ -237,8 +240,6 @@ impl<'a> Plan<'a> {
 pub const DEFAULT_BUNDLE_BITS: u8 = 2;
 /// `--kv-bits` of a checkpoint, which has no transforms.
 pub const DEFAULT_BITS: u8 = 16;
-/// `--quantizer`.
-pub const DEFAULT_QUANTIZER: &str = "quest";
 /// `--max-new-tokens`.
 pub const DEFAULT_MAX_NEW_TOKENS: usize = 256;
 /// `--chunk`: long enough that widening the weights for it costs little, short enough for progress.

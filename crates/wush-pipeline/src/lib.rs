@@ -39,6 +39,7 @@ mod model;
 mod notes;
 mod page;
 mod paths;
+mod recon;
 mod solve;
 mod unfold;
 mod work;
@@ -48,14 +49,13 @@ pub use convert::{convert, fold};
 pub use demo::demo;
 pub use error::{Kept, PipelineError, Result};
 pub use eval::eval_ppl;
-pub use generate::{
-    DEFAULT_BITS, DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_MAX_NEW_TOKENS, DEFAULT_QUANTIZER, TextSink, generate,
-};
+pub use generate::{DEFAULT_BITS, DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, DEFAULT_MAX_NEW_TOKENS, TextSink, generate};
 pub use human::{counted, human_bytes, human_time, ratio, shell_word};
 pub use inspect::inspect;
 pub use merge::merge;
 pub use model::{HeadShape, Model};
 pub use notes::{describe_gain, describe_solve};
+pub use recon::eval_recon;
 pub use solve::solve;
 pub use unfold::unfold;
 pub use wush_format::manifest;

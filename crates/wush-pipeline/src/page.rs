@@ -12,7 +12,7 @@ use wush_format::monitor::Monitor;
 use wush_inspect::page::{charts, escape, number_table, page, pair_list};
 
 use crate::human::counted;
-use crate::report::{EvalPplReport, PerplexityRow};
+use crate::report::{EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
 use crate::{PipelineError, Result};
 
 /// A perplexity report: a chart a quantizer, with a line a transform over bits, and the table.
@@ -38,6 +38,70 @@ pub(crate) fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let parts =
         [header, pair_list(&facts), heading("By bits"), charts(&plots), heading("Numbers"), table(&report.rows)];
     Ok(page(&format!("perplexity: {}", report.model.id), &parts.concat()))
+}
+
+/// What is measured of a module: its name and how a row has it.
+type Measure = (&'static str, fn(&ModuleRow) -> f64);
+
+/// The quantities of Section 5.1, in the order of its figures.
+const MEASURES: [Measure; 5] = [
+    ("module output, keys and values quantized", |row| row.both),
+    ("module output, keys quantized", |row| row.keys),
+    ("module output, values quantized", |row| row.values),
+    ("softmax probabilities, keys quantized", |row| row.probabilities),
+    ("query-key products, keys quantized", |row| row.products),
+];
+
+/// A report of reconstruction errors: charts over layers, a line a cache, for each number of bits, and the table of means.
+///
+/// # Errors
+/// `Eval` when a chart cannot be laid out.
+pub(crate) fn recon_page(report: &EvalReconReport) -> Result<String> {
+    let sequences = counted(report.sequences, "sequence");
+    let mut facts =
+        vec![("text".to_owned(), format!("{}: {sequences} of up to {} tokens", report.text, report.seq_len))];
+    facts.extend(report.notes.iter().map(|note| ("note".to_owned(), note.clone())));
+    let header = format!(
+        "<header><div><h1>Reconstruction errors</h1><p><code>{}</code></p></div></header>",
+        escape(&report.model.id)
+    );
+    let bits: BTreeSet<u8> = report.rows.iter().map(|row| row.bits).collect();
+    let mut parts = vec![header, pair_list(&facts), heading("Geometric means over layers"), recon_table(&report.rows)];
+    for bits in bits {
+        let rows: Vec<&ReconRow> = report.rows.iter().filter(|row| row.bits == bits).collect();
+        let plots = MEASURES.iter().map(|measure| svg(&recon_chart(&rows, *measure))).collect::<Result<Vec<_>, _>>();
+        parts.push(heading(&format!("By layer, {bits} bits")));
+        parts.push(charts(&plots.map_err(PipelineError::from)?));
+    }
+    Ok(page(&format!("reconstruction errors: {}", report.model.id), &parts.concat()))
+}
+
+/// One quantity over layers.
+fn recon_chart(rows: &[&ReconRow], (title, value): Measure) -> Chart {
+    let n_layers = rows.iter().map(|row| row.layers.len()).max().unwrap_or(0);
+    let series = |row: &&ReconRow| Series {
+        name: format!("{}, {}", row.transform, row.quantizer),
+        values: row.layers.iter().map(|layer| Some(value(layer))).collect(),
+    };
+    Chart {
+        title: title.to_owned(),
+        x_label: "layer".to_owned(),
+        y_label: "relative squared error".to_owned(),
+        places: (0..n_layers).map(|layer| layer.to_string()).collect(),
+        series: rows.iter().map(series).collect(),
+        level: None,
+        logarithmic: true,
+    }
+}
+
+fn recon_table(rows: &[ReconRow]) -> String {
+    let titles = ["transform", "quantizer", "bits", "products", "probabilities", "keys", "values", "both"];
+    let cells = |row: &ReconRow| {
+        let errors = [row.products, row.probabilities, row.keys, row.values, row.both];
+        let names = [row.transform.clone(), row.quantizer.clone(), row.bits.to_string()];
+        names.into_iter().chain(errors.iter().map(|error| format!("{error:.4}"))).collect()
+    };
+    number_table(&titles.map(str::to_owned), &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
 fn heading(text: &str) -> String {

@@ -303,6 +303,70 @@ pub struct EvalPplReport {
     pub seconds: f64,
 }
 
+/// `wush eval recon`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct EvalReconReport {
+    /// The model, or the bundle.
+    pub model: ModelInfo,
+    /// The text: file name or hub id.
+    pub text: String,
+    /// Sequences measured.
+    pub sequences: u64,
+    /// Tokens of the longest.
+    pub seq_len: u64,
+    /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
+    pub calibration: Option<Calibration>,
+    /// Transform by transform, quantizer by quantizer, bits by bits.
+    pub rows: Vec<ReconRow>,
+    /// What the reader of the numbers should know.
+    pub notes: Vec<String>,
+    /// Duration of the whole run.
+    pub seconds: f64,
+}
+
+/// One cache and its relative squared errors: geometric means over layers, and each layer's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReconRow {
+    /// Name in the transform registry; "bundle" for a bundle's own.
+    pub transform: String,
+    /// The quantizer.
+    pub quantizer: String,
+    /// Bits of a code.
+    pub bits: u8,
+    /// Of query-key products, before scale and mask; keys quantized.
+    pub products: f64,
+    /// Of softmax probabilities; keys quantized.
+    pub probabilities: f64,
+    /// Of module outputs, after the output projection; keys quantized.
+    pub keys: f64,
+    /// The same, values quantized.
+    pub values: f64,
+    /// The same, both quantized.
+    pub both: f64,
+    /// Layer by layer.
+    pub layers: Vec<ModuleRow>,
+}
+
+/// One attention module's relative squared errors, as in [`ReconRow`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModuleRow {
+    /// Global layer id.
+    pub layer: u64,
+    /// Of query-key products.
+    pub products: f64,
+    /// Of softmax probabilities.
+    pub probabilities: f64,
+    /// Of module outputs, keys quantized.
+    pub keys: f64,
+    /// Of module outputs, values quantized.
+    pub values: f64,
+    /// Of module outputs, both quantized.
+    pub both: f64,
+}
+
 /// One cache and what it costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

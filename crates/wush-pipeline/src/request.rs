@@ -465,9 +465,26 @@ pub struct EvalPplRequest {
     pub protocol: Protocol,
     /// Bits of a code.
     pub bits: Vec<Bits>,
-    /// Quantizers.
+    /// Quantizers; where there is none, what suits each transform.
     pub quantizers: Vec<Method>,
     /// What it is compared with.
+    pub transforms: TransformsRequest,
+    /// `--html`: a page to write.
+    pub html: Option<PathBuf>,
+}
+
+/// `wush eval recon`.
+#[derive(Debug, Clone)]
+pub struct EvalReconRequest {
+    /// The model, or a bundle.
+    pub model: ModelRequest,
+    /// The text whose activations are measured.
+    pub text: CalibrationRequest,
+    /// Bits of a code.
+    pub bits: Vec<Bits>,
+    /// Quantizers; where there is none, what suits each transform.
+    pub quantizers: Vec<Method>,
+    /// What is compared.
     pub transforms: TransformsRequest,
     /// `--html`: a page to write.
     pub html: Option<PathBuf>,
@@ -552,8 +569,8 @@ pub struct GenerateRequest {
     pub chat: Chat,
     /// `--kv-bits`: 2, 3, 4, 8, or 16 for none quantized; the model's kind decides when absent.
     pub kv_bits: Option<u8>,
-    /// `--quantizer`.
-    pub quantizer: Method,
+    /// `--quantizer`; what suits the bundle where there is none.
+    pub quantizer: Option<Method>,
     /// `--sink`, `--keep` and `--flush`.
     pub windows: Windows,
     /// `--chunk`: tokens of the prompt that enter the cache together.

@@ -4,7 +4,8 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use wush_format::manifest::Manifest;
 
 use crate::report::{
-    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, GenerateReport, MergeReport, SolveReport, UnfoldReport,
+    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, GenerateReport, MergeReport,
+    SolveReport, UnfoldReport,
 };
 
 /// One schema: `schemas/{name}.json`.
@@ -21,6 +22,7 @@ pub const SCHEMAS: &[NamedSchema] = &[
     NamedSchema { name: "convert", make: make::<ConvertReport> },
     NamedSchema { name: "demo", make: make::<DemoReport> },
     NamedSchema { name: "eval-ppl", make: make::<EvalPplReport> },
+    NamedSchema { name: "eval-recon", make: make::<EvalReconReport> },
     NamedSchema { name: "fold", make: make::<ConvertReport> },
     NamedSchema { name: "generate", make: make::<GenerateReport> },
     NamedSchema { name: "inspect", make: make::<wush_inspect::Report> },

@@ -146,7 +146,7 @@ pub struct SolveSettingsArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Transform")]
 pub struct SolveOptionsArgs {
-    /// default: what measurements favour; paper: the method exactly as published. The same today
+    /// default: what measurements favour; paper: the method exactly as published
     #[arg(long, default_value_t = Preset::Default)]
     pub preset: Preset,
     /// Damping γ of Eq. 1
@@ -155,17 +155,17 @@ pub struct SolveOptionsArgs {
     /// Seed of random matrices
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
-    /// Exponent p of Λ in the transform, 0 to 0.5 [default: the preset's, 0.25]
+    /// Exponent p of Λ in the transform, 0 to 0.5 [default: the preset's: 0.4; 0.25 in paper and for baselines]
     #[arg(long, value_name = "P", allow_hyphen_values = true, value_parser = number)]
     pub exponent: Option<f64>,
-    /// The transform's last, orthogonal factor [default: the preset's, hadamard]
+    /// The transform's last, orthogonal factor [default: hadamard]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(plan::factor_names()))]
     pub factor: Option<String>,
     /// Take each head's mean from its keys before they are cached, which no softmax notices: never, always, or auto, where
-    /// the mean holds much of the keys' energy [default: the preset's, never]
+    /// the mean holds much of the keys' energy [default: the preset's: auto; never in paper and for baselines]
     #[arg(long, value_name = "WHERE")]
     pub center_keys: Option<CenterKeys>,
-    /// Also make the matrices that an encoder with error feedback needs [default: the preset's, false]
+    /// Also make the matrices that an encoder with error feedback needs [default: the preset's: true; false in paper and for baselines]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub feedback: Option<bool>,
 }

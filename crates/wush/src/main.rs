@@ -57,6 +57,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Inspect(args) => emit(&wush_pipeline::inspect(&args.request(), &env)?, format),
         Command::Eval(args) => match args.command {
             EvalCommand::Ppl(args) => emit(&wush_pipeline::eval_ppl(&args.request(), &env)?, format),
+            EvalCommand::Recon(args) => emit(&wush_pipeline::eval_recon(&args.request(), &env)?, format),
         },
         Command::Generate(args) => generate(args, &env, &cli.global),
         Command::Demo(args) => {

@@ -7,8 +7,8 @@ use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
-    CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, Gain, GenerateReport, MergeReport,
-    PerplexityRow, Rate, SolveReport, UnfoldReport, Verdict, WrittenDir, WrittenFile,
+    CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain, GenerateReport,
+    MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir, WrittenFile,
 };
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, human_time, printable, ratio, shell_word};
@@ -134,6 +134,36 @@ impl Report for EvalPplReport {
             let PerplexityRow { transform, quantizer, bits, ppl, nll, .. } = row;
             let _ = writeln!(text.0, "{transform:<16} {quantizer:<14} {bits:>4} {ppl:>12.4} {nll:>10.5}");
         }
+        text.0
+    }
+}
+
+impl Report for EvalReconReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &format!("{} ({}, {} layers)", self.model.id, self.model.family, self.model.n_layers));
+        let sequences = counted(self.sequences, "sequence");
+        text.row("text", &format!("{}: {sequences} of up to {} tokens", self.text, self.seq_len));
+        text.calibration(self.calibration.as_ref());
+        text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
+        text.notes(&self.notes);
+        let _ = writeln!(
+            text.0,
+            "\n{:<16} {:<14} {:>4} {:>10} {:>13} {:>10} {:>10} {:>10}",
+            "transform", "quantizer", "bits", "products", "probabilities", "keys", "values", "both"
+        );
+        for row in &self.rows {
+            let ReconRow { transform, quantizer, bits, products, probabilities, keys, values, both, .. } = row;
+            let _ = writeln!(
+                text.0,
+                "{transform:<16} {quantizer:<14} {bits:>4} {products:>10.4} {probabilities:>13.4} {keys:>10.4} \
+                 {values:>10.4} {both:>10.4}"
+            );
+        }
+        text.0.push_str(
+            "Relative squared errors, geometric means over layers; the last three are of module outputs, with keys, values and \
+             both quantized.\n",
+        );
         text.0
     }
 }

@@ -76,6 +76,30 @@ pub fn windowed(
     })
 }
 
+/// Queries `[tokens, n_heads * d]` and keys `[tokens, n_kv_heads * d]`.
+#[derive(Debug, Clone, Copy)]
+pub struct QueriesKeys<'a> {
+    /// The queries.
+    pub queries: &'a Rows,
+    /// The keys.
+    pub keys: &'a Rows,
+}
+
+/// ‖P̂ − P‖² and ‖P‖² of the softmax probabilities of one whole sequence, all heads, causally masked and scaled as the model
+/// does it: P from `exact`, P̂ from `other`. Sums in f64, strips in order.
+pub fn probability_errors<'a>(exact: QueriesKeys<'a>, other: QueriesKeys<'a>, shape: &AttentionShape) -> (f64, f64) {
+    let strips: Vec<_> = strips(0..exact.queries.n_rows).collect();
+    let of_strip = |queries: Range<usize>| {
+        let strip = |side: QueriesKeys<'a>| {
+            let part = Part { keys: 0..queries.end, k: side.keys, v: side.keys };
+            Strip { queries: queries.clone(), q: side.queries, parts: vec![part], shape }
+        };
+        strip(exact).probability_errors(&strip(other))
+    };
+    let sums: Vec<(f64, f64)> = strips.into_par_iter().map(of_strip).collect();
+    sums.into_iter().fold((0.0, 0.0), |sum, strip| (sum.0 + strip.0, sum.1 + strip.1))
+}
+
 /// Cuts queries into strips.
 fn strips(queries: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = queries.end;
@@ -129,17 +153,9 @@ impl Strip<'_> {
         logits.resize(n_rows * n_keys, 0.0);
         let mut sums = vec![0.0; n_rows];
         let mut out = MatMut::from_row_major_slice_mut(out, n_rows, self.q.width);
-        let queries = MatRef::from_row_major_slice(self.q.slice(self.queries.clone()), n_rows, self.q.width);
         for head in 0..n_heads {
             let first = head / (n_heads / n_kv_heads) * head_dim;
-            let queries = queries.subcols(head * head_dim, head_dim);
-            let mut scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
-            for (columns, part) in self.read_from(start) {
-                let keys = part.rows(part.k, &columns, start).subcols(first, head_dim);
-                let into = scores.rb_mut().subcols_mut(columns.start, columns.len());
-                multiply(into, queries, keys.transpose(), self.shape.scale);
-            }
-            self.exponentiate(logits, &mut sums, start, n_keys);
+            self.weigh(head, start, logits, &mut sums);
             let weights = MatRef::from_row_major_slice(logits, n_rows, n_keys);
             let mut into = out.rb_mut().subcols_mut(head * head_dim, head_dim);
             let mut how = Accum::Replace;
@@ -153,6 +169,42 @@ impl Strip<'_> {
                 elementwise::scale(row.as_slice_mut(), 1.0 / sum);
             }
         }
+    }
+
+    /// Fills `logits`, `[queries, keys from start]`, with exp(logit - max) of one head, and `sums` with the rows' sums.
+    fn weigh(&self, head: usize, start: usize, logits: &mut [f32], sums: &mut [f32]) {
+        let AttentionShape { n_heads, n_kv_heads, head_dim, .. } = *self.shape;
+        let (n_rows, n_keys) = (self.queries.len(), self.queries.end - start);
+        let first = head / (n_heads / n_kv_heads) * head_dim;
+        let queries = MatRef::from_row_major_slice(self.q.slice(self.queries.clone()), n_rows, self.q.width);
+        let queries = queries.subcols(head * head_dim, head_dim);
+        let mut scores = MatMut::from_row_major_slice_mut(logits, n_rows, n_keys);
+        for (columns, part) in self.read_from(start) {
+            let keys = part.rows(part.k, &columns, start).subcols(first, head_dim);
+            let into = scores.rb_mut().subcols_mut(columns.start, columns.len());
+            multiply(into, queries, keys.transpose(), self.shape.scale);
+        }
+        self.exponentiate(logits, sums, start, n_keys);
+    }
+
+    /// ‖P̂ − P‖² and ‖P‖² over all heads, P̂ being `other`'s probabilities.
+    fn probability_errors(&self, other: &Self) -> (f64, f64) {
+        let start = self.first_key(0);
+        let (n_rows, n_keys) = (self.queries.len(), self.queries.end - start);
+        let [mut p, mut p_hat] = [vec![0.0; n_rows * n_keys], vec![0.0; n_rows * n_keys]];
+        let [mut sums, mut sums_hat] = [vec![0.0; n_rows], vec![0.0; n_rows]];
+        let (mut error, mut signal) = (0.0, 0.0);
+        for head in 0..self.shape.n_heads {
+            self.weigh(head, start, &mut p, &mut sums);
+            other.weigh(head, start, &mut p_hat, &mut sums_hat);
+            let rows = p.chunks_exact(n_keys).zip(p_hat.chunks_exact(n_keys)).zip(sums.iter().zip(&sums_hat));
+            for ((p, p_hat), (&sum, &sum_hat)) in rows {
+                let of = |x: f32, sum: f32| f64::from(x) / f64::from(sum);
+                error += p.iter().zip(p_hat).map(|(&p, &q)| (of(q, sum_hat) - of(p, sum)).powi(2)).sum::<f64>();
+                signal += p.iter().map(|&p| of(p, sum).powi(2)).sum::<f64>();
+            }
+        }
+        (error, signal)
     }
 
     /// The parts that hold keys from `start` on, each with its columns of the logits.
@@ -197,20 +249,51 @@ mod tests {
         rows
     }
 
-    /// Eq. 2 in f64, one query at a time.
-    fn oracle(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape, t: usize, head: usize) -> Vec<f64> {
+    /// The softmax of one query in f64, of the keys from the first that it reads.
+    fn probabilities(q: &Rows, k: &Rows, shape: &AttentionShape, t: usize, head: usize) -> (Range<usize>, Vec<f64>) {
         let d = shape.head_dim;
         let kv = head / (shape.n_heads / shape.n_kv_heads);
-        let first = shape.window.map_or(0, |w| (t + 1).saturating_sub(w));
+        let read = shape.window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1;
         let at = |x: &Rows, t: usize, head: usize, i: usize| f64::from(x.data[t * x.width + head * d + i]);
-        let logits: Vec<f64> = (first..=t)
+        let logits: Vec<f64> = read
+            .clone()
             .map(|s| (0..d).map(|i| at(q, t, head, i) * at(k, s, kv, i)).sum::<f64>() * f64::from(shape.scale))
             .map(|x| shape.softcap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh()))
             .collect();
         let max = logits.iter().copied().fold(f64::MIN, f64::max);
         let weights: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
         let total: f64 = weights.iter().sum();
-        (0..d).map(|i| (first..=t).zip(&weights).map(|(s, w)| w * at(v, s, kv, i)).sum::<f64>() / total).collect()
+        (read, weights.iter().map(|w| w / total).collect())
+    }
+
+    /// Eq. 2 in f64, one query at a time.
+    fn oracle(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape, t: usize, head: usize) -> Vec<f64> {
+        let (read, weights) = probabilities(q, k, shape, t, head);
+        let column = head / (shape.n_heads / shape.n_kv_heads) * shape.head_dim;
+        let at = |s: usize, i: usize| f64::from(v.data[s * v.width + column + i]);
+        (0..shape.head_dim).map(|i| read.clone().zip(&weights).map(|(s, w)| w * at(s, i)).sum()).collect()
+    }
+
+    #[test]
+    fn errors_of_probabilities_are_those_of_the_definition() {
+        for (n_rows, window, softcap) in
+            [(1, None, None), (70, None, None), (130, Some(20), None), (65, None, Some(3.0))]
+        {
+            let shape = AttentionShape { n_heads: 6, n_kv_heads: 2, head_dim: 5, window, scale: 0.7, softcap };
+            let [q, q_hat] = [1, 2].map(|seed| values(n_rows, 30, seed));
+            let [k, k_hat] = [3, 4].map(|seed| values(n_rows, 10, seed));
+            let side = |queries, keys| QueriesKeys { queries, keys };
+            let found = probability_errors(side(&q, &k), side(&q_hat, &k_hat), &shape);
+            let (mut error, mut signal) = (0.0, 0.0);
+            for (t, head) in (0..n_rows).flat_map(|t| (0..6).map(move |head| (t, head))) {
+                let (exact, other) =
+                    (probabilities(&q, &k, &shape, t, head).1, probabilities(&q_hat, &k_hat, &shape, t, head).1);
+                error += exact.iter().zip(&other).map(|(p, p_hat)| (p_hat - p).powi(2)).sum::<f64>();
+                signal += exact.iter().map(|p| p * p).sum::<f64>();
+            }
+            // Each probability is within some f32 roundings.
+            assert!((found.0 - error).abs() <= 1e-5 * error && (found.1 - signal).abs() <= 1e-5 * signal, "{found:?}");
+        }
     }
 
     /// Eq. 2 over keys and values that are chosen by position, in f64.

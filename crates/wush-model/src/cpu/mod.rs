@@ -20,7 +20,7 @@ use wush_format::tensor_file::TensorView;
 use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
 use crate::rope::RopeTable;
 
-pub use attention::{Chunk, KeysValues, windowed};
+pub use attention::{Chunk, KeysValues, QueriesKeys, probability_errors, windowed};
 pub use stored::{Stored, StoredMatrix};
 
 /// The CPU, through rayon's current thread pool.

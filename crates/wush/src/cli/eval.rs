@@ -6,7 +6,8 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    Bits, CalibSource, CalibrationRequest, EvalPplRequest, Method, Protocol, StatisticsSource, TransformsRequest,
+    Bits, CalibSource, CalibrationRequest, EvalPplRequest, EvalReconRequest, Method, Protocol, StatisticsSource,
+    TransformsRequest,
 };
 
 use super::{ModelArgs, SolveOptionsArgs, whole_number};
@@ -24,6 +25,8 @@ pub struct EvalArgs {
 pub enum EvalCommand {
     /// Perplexity of a text through the quantized cache
     Ppl(EvalPplArgs),
+    /// Errors inside each attention module: products, probabilities, outputs
+    Recon(EvalReconArgs),
 }
 
 /// `wush eval ppl`.
@@ -52,16 +55,51 @@ pub struct EvalPplArgs {
     transforms: TransformListArgs,
 }
 
+/// `wush eval recon`.
+#[derive(Debug, Args)]
+pub struct EvalReconArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The text to measure on: a file as for --calib, or a .json of token-id lists
+    #[arg(long, value_name = "SOURCE")]
+    text: CalibSource,
+    /// Column or key of the text
+    #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD)]
+    text_field: String,
+    /// Tokens a sequence [default: 2048; not with token-id lists, which are used as they are]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
+    seq_len: Option<usize>,
+    /// Number of sequences of the text [default: all]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
+    windows: Option<usize>,
+    /// Also write the report as one self-contained page with plots, in place of an older one; outside of MODEL
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    #[command(flatten)]
+    quantizers: QuantizerArgs,
+    #[command(flatten)]
+    transforms: TransformListArgs,
+}
+
+/// How coordinates are quantized.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Cache")]
+struct QuantizerArgs {
+    /// Bits of a code, a list: 2, 3, 4 or 8
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4,3,2")]
+    bits: Vec<Bits>,
+    /// Quantizers, a list: quest, quest-wide, oscar or oscar-linear, each also with its parameter, such as oscar:0.97 [default:
+    /// what suits the transform, quest-wide with error feedback and quest without]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    quantizer: Vec<Method>,
+}
+
 /// The cache.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cache")]
 struct CacheArgs {
-    /// Bits of a code, a list: 2, 3, 4 or 8
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4,3,2")]
-    bits: Vec<Bits>,
-    /// Quantizers, a list: quest, oscar or oscar-linear, each also with its parameter, such as oscar:0.97
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "quest")]
-    quantizer: Vec<Method>,
+    #[command(flatten)]
+    quantizers: QuantizerArgs,
     /// Tokens a step
     #[arg(long, value_name = "N", default_value_t = Protocol::PAPER.chunk, value_parser = whole_number)]
     chunk: usize,
@@ -138,8 +176,23 @@ impl EvalPplArgs {
             model: model.request(),
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
             protocol: cache.protocol(),
-            bits: cache.bits,
-            quantizers: cache.quantizer,
+            bits: cache.quantizers.bits,
+            quantizers: cache.quantizers.quantizer,
+            transforms: transforms.request(),
+            html,
+        }
+    }
+}
+
+impl EvalReconArgs {
+    /// The request that was typed.
+    pub fn request(self) -> EvalReconRequest {
+        let Self { model, text, text_field, seq_len, windows, html, quantizers, transforms } = self;
+        EvalReconRequest {
+            model: model.request(),
+            text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
+            bits: quantizers.bits,
+            quantizers: quantizers.quantizer,
             transforms: transforms.request(),
             html,
         }

@@ -67,9 +67,10 @@ struct CacheArgs {
     /// Bits of keys and values in the cache; 16 quantizes nothing [default: 2 for a bundle, 16 for a checkpoint]
     #[arg(long, value_name = "BITS", value_parser = kv_bits())]
     kv_bits: Option<u8>,
-    /// The quantizer: quest, oscar or oscar-linear, each also with its parameter, such as oscar:0.97
-    #[arg(long, value_name = "NAME", default_value = wush_pipeline::DEFAULT_QUANTIZER)]
-    quantizer: Method,
+    /// The quantizer: quest, quest-wide, oscar or oscar-linear, each also with its parameter, such as oscar:0.97 [default: what
+    /// suits the bundle, quest-wide with error feedback and quest without]
+    #[arg(long, value_name = "NAME")]
+    quantizer: Option<Method>,
     /// First tokens, in full precision for ever
     #[arg(long, value_name = "N", default_value_t = Windows::SERVING.sink, value_parser = whole_number)]
     sink: usize,
