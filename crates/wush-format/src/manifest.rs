@@ -210,8 +210,18 @@ pub struct HeadReport {
     /// tr(M) tr(H) over this transform's trace product: by how much Eq. 16's rounding loss shrinks at equal bits against
     /// the identity, the Hadamard and every other orthogonal transform (they leave both traces, so this loss, unchanged).
     pub predicted_gain: f64,
+    /// By how much error feedback shrinks that loss further; absent without feedback matrices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub feedback_gain: Option<f64>,
     /// Largest relative deviation of the diagonal of T^{-T} H T^{-1} from its mean (Eq. 21).
     pub imbalance: f64,
+}
+
+impl HeadReport {
+    /// By how much the rounding loss shrinks at equal bits, with all that the encoder does.
+    pub fn gain(&self) -> f64 {
+        self.predicted_gain * self.feedback_gain.unwrap_or(1.0)
+    }
 }
 
 /// Folding's own error.

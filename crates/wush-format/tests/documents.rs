@@ -24,6 +24,7 @@ fn head_report() -> HeadReport {
         rank_hessian: 2,
         dead_channels: 0,
         trace_product_over_bound: 1.0 + f64::EPSILON,
+        feedback_gain: None,
         predicted_gain: 1.5,
         imbalance: 7.450580596923828e-9,
     }

@@ -12,14 +12,14 @@ const MAPS: &[HeatMap] = &[
         title: "Keys: predicted gain",
         caption: "By how much the rounding loss shrinks at equal bits, against any orthogonal transform: a figure on the \
                   calibration text itself. More is better.",
-        figure: |head| head.key.as_ref().map(|key| key.predicted_gain),
+        figure: |head| head.key.as_ref().map(|key| key.gain()),
         logarithmic: true,
         class: "key",
     },
     HeatMap {
         title: "Values: predicted gain",
         caption: "The same for values, on the calibration text itself.",
-        figure: |head| head.value.as_ref().map(|value| value.predicted_gain),
+        figure: |head| head.value.as_ref().map(|value| value.gain()),
         logarithmic: true,
         class: "value",
     },

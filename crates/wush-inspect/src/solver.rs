@@ -185,6 +185,7 @@ fn impossible(found: &HeadReport, kind: &TransformKind, record: &Record<'_>, dim
             within(found.trace_product_over_bound, 1.0, SATURATED, BOUND_REL_TOL),
         ),
         ("predicted_gain", found.predicted_gain, gain_ok),
+        ("feedback_gain", found.feedback_gain.unwrap_or(1.0), found.feedback_gain.is_none_or(|gain| gain > 0.0)),
         ("imbalance", found.imbalance, within(found.imbalance, 0.0, (d - 1.0).max(0.0), REL_TOL)),
     ];
     let (name, value, _) = figures.into_iter().find(|&(_, _, ok)| !ok)?;
@@ -290,6 +291,7 @@ pub fn head_report(measures: &HeadMeasures) -> HeadReport {
         dead_channels: measures.dead_channels,
         trace_product_over_bound: measures.trace_product_over_bound,
         predicted_gain: measures.predicted_gain,
+        feedback_gain: None,
         imbalance: measures.imbalance,
     }
 }

@@ -77,10 +77,10 @@ struct Column {
 }
 
 const COLUMNS: &[Column] = &[
-    Column { title: "key gain", figure: |head| head.key.as_ref().map(|key| key.predicted_gain), range: true },
+    Column { title: "key gain", figure: |head| head.key.as_ref().map(|key| key.gain()), range: true },
     Column { title: "key cond", figure: key_condition, range: false },
     Column { title: "key imbalance", figure: |head| head.key.as_ref().map(|key| key.imbalance), range: false },
-    Column { title: "value gain", figure: |head| head.value.as_ref().map(|value| value.predicted_gain), range: true },
+    Column { title: "value gain", figure: |head| head.value.as_ref().map(|value| value.gain()), range: true },
     Column { title: "value cond", figure: value_condition, range: false },
     Column { title: "value imbalance", figure: |head| head.value.as_ref().map(|value| value.imbalance), range: false },
     Column { title: "mean-key energy", figure: |head| head.mean_key_energy, range: false },
@@ -184,8 +184,8 @@ fn worst_heads(report: &Report) -> String {
             rows.push(vec![title.to_owned(), named.join("   ")]);
         }
     };
-    add("least key gain", &|head| head.key.as_ref().map(|key| key.predicted_gain), true);
-    add("least value gain", &|head| head.value.as_ref().map(|value| value.predicted_gain), true);
+    add("least key gain", &|head| head.key.as_ref().map(|key| key.gain()), true);
+    add("least value gain", &|head| head.value.as_ref().map(|value| value.gain()), true);
     add("largest key condition", &key_condition, false);
     add("largest value condition", &value_condition, false);
     add("largest fold error", &|head| head.fold.as_ref().and_then(|fold| fold.rel_error), false);

@@ -111,7 +111,7 @@ fn write_numbers(card: &mut String, context: &Context<'_>) -> std::fmt::Result {
         None => card.write_str("| calibration | none: this transform needs no statistics |\n")?,
     }
     let gains = |role: fn(&wush_format::manifest::LayerReport) -> &Vec<HeadReport>| {
-        geometric_mean(manifest.layers.iter().flat_map(role).map(|head| head.predicted_gain))
+        geometric_mean(manifest.layers.iter().flat_map(role).map(|head| head.gain()))
     };
     for (name, gain) in [("keys", gains(|layer| &layer.key)), ("values", gains(|layer| &layer.value))] {
         if let Some(gain) = gain {

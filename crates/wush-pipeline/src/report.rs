@@ -185,7 +185,7 @@ impl Gain {
     /// Of the solver's reports; none of none.
     pub fn of(layers: &[LayerReport]) -> Option<Self> {
         let mean = |role: fn(&LayerReport) -> &Vec<HeadReport>| {
-            geometric_mean(layers.iter().flat_map(role).map(|head| head.predicted_gain))
+            geometric_mean(layers.iter().flat_map(role).map(|head| head.gain()))
         };
         Some(Self { key: mean(|layer| &layer.key)?, value: mean(|layer| &layer.value)? })
     }

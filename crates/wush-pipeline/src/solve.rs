@@ -7,12 +7,12 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use wush_format::hash::Sha;
-use wush_format::manifest::LayerReport;
+use wush_format::manifest::{HeadReport, LayerReport};
 use wush_format::monitor::Monitor;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_inspect::head_report;
 use wush_stats::{LayerStats, Statistics, StatsInfo};
-use wush_transform::{HeadProblem, Needs, Role, Solution, TransformKind};
+use wush_transform::{ErrorFeedback, HeadProblem, Needs, Role, Solution, TransformKind};
 
 use crate::calibrate::calibration_of;
 use crate::error::{InStage, STATISTICS};
@@ -144,7 +144,7 @@ struct Solved {
     solution: Solution,
     /// The mean that was taken from the head's keys.
     mean: Option<Vec<f64>>,
-    feedback: Option<Vec<f64>>,
+    feedback: Option<ErrorFeedback>,
 }
 
 /// Keys first, heads in order: the order of the files.
@@ -266,6 +266,7 @@ fn check_centering(info: &StatsInfo, plan: &SolvePlan) -> Result<()> {
 
 fn place((layers, reports): &mut Layers, head: &Head<'_>, solved: Solved, plan: &SolvePlan) {
     let Solved { solution, mean, feedback } = solved;
+    let feedback_gain = feedback.as_ref().map(|feedback| feedback.gain);
     let HeadShape { n_kv_heads, head_dim } = head.shape;
     let layer = layers.entry(head.layer).or_insert_with(|| empty_layer(head.shape, plan));
     let (matrices, factors) = match head.role {
@@ -274,7 +275,7 @@ fn place((layers, reports): &mut Layers, head: &Head<'_>, solved: Solved, plan: 
     };
     matrices.head_mut(head.head).copy_from_slice(&solution.transform);
     if let (Some(factors), Some(feedback)) = (factors, feedback) {
-        factors.head_mut(head.head).copy_from_slice(&feedback);
+        factors.head_mut(head.head).copy_from_slice(&feedback.lower);
     }
     if let (Some(means), Some(mean)) = (&mut layer.key_mean, mean) {
         means[head.head * head_dim..][..head_dim].copy_from_slice(&mean);
@@ -284,9 +285,10 @@ fn place((layers, reports): &mut Layers, head: &Head<'_>, solved: Solved, plan: 
         reports.push(LayerReport { layer: head.layer, key: Vec::new(), value: Vec::new(), centered_keys: Vec::new() });
     }
     let report = reports.last_mut().expect("one was pushed for this layer");
+    let of_head = HeadReport { feedback_gain, ..head_report(&measures) };
     match head.role {
-        Role::Key => report.key.push(head_report(&measures)),
-        Role::Value => report.value.push(head_report(&measures)),
+        Role::Key => report.key.push(of_head),
+        Role::Value => report.value.push(of_head),
     }
     if report.value.len() == n_kv_heads {
         report.centered_keys = layer.centered_keys();

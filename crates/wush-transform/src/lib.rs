@@ -33,7 +33,7 @@ mod random;
 
 pub use error::{Result, TransformError};
 pub use factor::{FACTORS, Factor};
-pub use feedback::error_feedback;
+pub use feedback::{ErrorFeedback, error_feedback};
 pub use hadamard::{hadamard, hadamard_signs};
 pub use measures::{HeadMeasures, condition_number, imbalance, measure, sensitivity, theorem3_bound, trace_product};
 pub use pair::{NEGATIVE_REL_TOL, SYMMETRY_REL_TOL, rank_rel_tol};

@@ -96,7 +96,7 @@ fn feedback_factors_the_metric() {
         let (gram, hessian) = pair(20 + seed as u64);
         let problem = HeadProblem::new(&gram, &hessian, DIM);
         let s = wush_with(&problem, &settings(exponent, "balanced")).expect("solvable");
-        let lower = error_feedback(&s.inverse, &hessian, DIM, 0.01).expect("definite");
+        let lower = error_feedback(&s.inverse, &hessian, DIM, 0.01).expect("definite").lower;
         let metric = conjugated(&transposed(&s.inverse, DIM), &damped(&hessian, DIM, 0.01));
         for (at, &x) in lower.iter().enumerate() {
             let (row, col) = (at / DIM, at % DIM);

@@ -414,7 +414,7 @@ impl HeadSummary {
 }
 
 fn gain<'a>(heads: impl Iterator<Item = &'a HeadReport>) -> f64 {
-    geometric_mean(heads.map(|head| head.predicted_gain)).unwrap_or(1.0)
+    geometric_mean(heads.map(|head| head.gain())).unwrap_or(1.0)
 }
 
 fn rated(seconds: f64, n_tokens: u64) -> String {

@@ -187,6 +187,7 @@ pub fn head_report(matrix: &[f64], dim: usize, gain: f64) -> HeadReport {
         rank_hessian: dim,
         dead_channels: 0,
         trace_product_over_bound: 1.02,
+        feedback_gain: None,
         predicted_gain: gain,
         imbalance: 0.01,
     }
