@@ -169,7 +169,7 @@ fn what_cannot_be_evaluated_is_said_before_anything_runs() {
     let scratch = Scratch::new();
     let program = wush(&scratch);
     let cases = [
-        (&["--transform", "wush"][..], "--transform: expected statistics for it: --calib SOURCE, or --stats FILE"),
+        (&["--transform", "wush"][..], "--calib: expected text to make wush from, or statistics of it (--stats FILE"),
         (&["--bits", "5"], "--bits"),
         (&["--chunk", "0"], "--chunk: expected at least 1, found 0"),
         (&["--flush", "0"], "--flush: expected at least 1, found 0"),
@@ -266,4 +266,52 @@ fn errors_inside_modules_are_least_with_wush() {
     assert!(of("wush", 2, "both") > of("wush", 2, "keys") && of("wush", 2, "both") > of("wush", 2, "values"));
     let page = fs::read_to_string(scratch.join("p.html")).expect("a page");
     assert_eq!(page.matches("<svg").count(), 10);
+}
+
+/// A sidecar of other bytes, one that is gone, and a bundle without its manifest are refused by whoever would use them.
+#[test]
+fn a_changed_bundle_is_not_used() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&on_demo("convert", &["--out", "b"]));
+    let file = |name: &str| scratch.join("b").join("wush").join(name);
+    let refused = |expected: &str| {
+        let generate = program.run(&["generate", "b", "--prompt", "a"]);
+        for run in [evaluate(&program, "b", &["--bits", "2"]), generate] {
+            assert_eq!(run.code, Some(2), "{run:?}");
+            assert!(run.stderr.contains(expected), "{expected}: {}", run.stderr);
+        }
+    };
+    let whole = fs::read(file("key_transforms.safetensors")).expect("read");
+    let mut changed = whole.clone();
+    *changed.last_mut().expect("not empty") ^= 1;
+    fs::write(file("key_transforms.safetensors"), &changed).expect("written");
+    refused("is not the file that the bundle's manifest lists");
+    fs::write(file("key_transforms.safetensors"), &whole).expect("written");
+    fs::rename(file("value_feedback.safetensors"), scratch.join("feedback")).expect("moved");
+    refused("value_feedback.safetensors");
+    fs::rename(scratch.join("feedback"), file("value_feedback.safetensors")).expect("moved");
+    fs::remove_file(file("manifest.json")).expect("removed");
+    refused("manifest.json");
+    let again = program.run(
+        &on_demo("convert", &["--out", "c"])
+            .iter()
+            .map(|part| match part {
+                part if *part == on_model() => "b".to_owned(),
+                part => part.clone(),
+            })
+            .collect::<Vec<_>>(),
+    );
+    assert!(again.code == Some(2) && again.stderr.contains("is a bundle already"), "{again:?}");
+}
+
+#[test]
+fn windows_that_stay_exact_are_told() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    for (seq_len, expected) in [("128", "nothing was quantized"), ("200", "are quantized: longer windows")] {
+        let fixed = args([&"eval", &"ppl", &model(), &"--text", &text(), &"--windows", &"1", &"--seq-len", &seq_len]);
+        let run = program.ok(&[fixed, owned(&["--transform", "hadamard", "--bits", "2"])].concat());
+        assert!(run.stdout.contains(expected), "{expected}: {run:?}");
+    }
 }

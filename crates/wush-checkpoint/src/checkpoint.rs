@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use wush_format::FormatError;
-use wush_format::bundle::{MANIFEST, WUSH_DIR};
+use wush_format::bundle::WUSH_DIR;
 use wush_format::hash::Sha;
 use wush_format::index::{WeightMap, load_index};
 use wush_format::json::{read_bounded, shown};
@@ -155,9 +155,9 @@ impl Checkpoint {
         dir.join(CONFIG).is_file() && files::top_level(dir).is_ok_and(|names| names.iter().any(is_weights))
     }
 
-    /// Whether the directory is a bundle of wush: it has `wush/manifest.json`.
+    /// Whether the directory is a bundle of wush, or what is left of one: it has a folder `wush`.
     pub fn is_bundle(&self) -> bool {
-        self.dir.join(WUSH_DIR).join(MANIFEST).is_file()
+        self.dir.join(WUSH_DIR).is_dir()
     }
 }
 

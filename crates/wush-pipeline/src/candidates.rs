@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 
 use wush_eval::cache::{LayerCache, Side};
 use wush_format::bundle::{
-    FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
+    FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::{Calibration, Manifest};
+use wush_format::manifest::Calibration;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_quant::{Bits, Codec, Feedback, Method, Role, ScaleDtype};
+use wush_runtime::KeyTransforms;
 use wush_stats::Statistics;
 
 use crate::calibrate::accumulate;
@@ -82,10 +83,13 @@ impl Comparison {
             }
             StatisticsSource::None => {
                 return Err(PipelineError::Option {
-                    option: "--transform",
-                    expected: "statistics for it: --calib SOURCE, or --stats FILE as `wush calibrate` writes it"
-                        .to_owned(),
-                    found: needing.kind.name.to_owned(),
+                    option: "--calib",
+                    expected: format!(
+                        "text to make {} from, or statistics of it (--stats FILE, as `wush calibrate` writes it), or \
+                         transforms that need none (--transform identity,hadamard)",
+                        needing.kind.name
+                    ),
+                    found: "neither".to_owned(),
                 });
             }
         };
@@ -272,7 +276,10 @@ fn narrow(data: &[f64]) -> Vec<f32> {
 /// A bundle's own key transforms, mean keys and feedback.
 fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     let folder = model.dir().join(WUSH_DIR);
+    let calibration = model.bundle_manifest()?.calibration;
     let keys = KeySidecar::load(&folder.join(KEY_TRANSFORMS))?;
+    // As a server takes them: only if query is key^{-T}.
+    KeyTransforms::from_sidecar(&folder.join(KEY_TRANSFORMS), &keys).map_err(wush_generate::GenerateError::from)?;
     let feedback = folder.join(VALUE_FEEDBACK);
     let values = if feedback.exists() { Some(ValueFeedback::load(&feedback)?) } else { None };
     let belongs = |name: &str, found: Sha| match found == model_hash {
@@ -281,6 +288,5 @@ fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     };
     belongs(KEY_TRANSFORMS, keys.model_hash)?;
     values.iter().try_for_each(|values| belongs(VALUE_FEEDBACK, values.model_hash))?;
-    let calibration = Manifest::load(&folder.join(MANIFEST))?.calibration;
     Ok(Candidate { name: OWN.to_owned(), calibration, source: Source::Bundle { keys, values } })
 }

@@ -313,6 +313,16 @@ pub enum PipelineError {
         /// The model's.
         expected: Sha,
     },
+    /// A bundle's sidecar that is not the one of its manifest.
+    #[error("{path}: is not the file that the bundle's manifest lists: its bytes have SHA-256 {found}, not {expected}")]
+    ChangedSidecar {
+        /// The file.
+        path: PathBuf,
+        /// Of its bytes.
+        found: Sha,
+        /// The manifest's.
+        expected: Sha,
+    },
     /// The stage in which one of the above happened.
     #[error("{stage}: {source}")]
     Stage {
@@ -387,6 +397,9 @@ impl PipelineError {
             Self::OtherModel { .. } | Self::LongCalibration { .. } => {
                 own("pass the checkpoint that the transforms were made from")
             }
+            Self::ChangedSidecar { .. } => {
+                own("`wush inspect` says what else changed; take the bundle from where it was made")
+            }
             Self::OtherWeights { .. } => own("pass the file that was made from this model"),
             Self::SingularKey { .. } => own("solve again with a larger --damping"),
             Self::Interrupted { kept } => kept.as_ref().and_then(|kept| match kept.done {
@@ -435,7 +448,7 @@ impl PipelineError {
 }
 
 /// Why a stop has nothing to continue from.
-const NOTHING_SAVED: &str = "sums are saved between sequences, first after about 2048 tokens: nothing was yet; a smaller --seq-len is saved sooner";
+const NOTHING_SAVED: &str = "sums are saved between groups of sequences, about once a minute: nothing was yet";
 
 /// Whether `path` bears the name of a bundle that failed its check.
 pub(crate) fn is_failed_bundle(path: &Path) -> bool {

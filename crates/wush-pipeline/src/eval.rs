@@ -12,6 +12,7 @@ use wush_model::decoder::Decoder;
 use crate::candidates::{Candidate, Comparison};
 use crate::error::InStage;
 use crate::model::Model;
+use crate::notes::too_little_text;
 use crate::page::{perplexity_page, write_page};
 use crate::paths::require_page;
 use crate::plan::{Purpose, describe_model, load_sequences, longest, n_tokens};
@@ -43,7 +44,10 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
     comparison.announce(&model, env);
     let model_hash = model.hash_weights()?;
     let candidates = comparison.candidates(&model, model_hash, env)?;
-    let notes = notes(&candidates, seq_len);
+    let notes = notes(&model, &candidates, seq_len)
+        .into_iter()
+        .chain(little_quantized(request.protocol, seq_len))
+        .collect::<Vec<_>>();
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let rows = rows(&model, &text.sequences, &candidates, request, env)?;
     let report = EvalPplReport {
@@ -116,7 +120,7 @@ fn describe(row: &PerplexityRow) -> String {
 }
 
 /// What the reader of the numbers should know.
-pub(crate) fn notes(candidates: &[Candidate], seq_len: usize) -> Vec<String> {
+pub(crate) fn notes(model: &Model, candidates: &[Candidate], seq_len: usize) -> Vec<String> {
     let lengths = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.max_seq_len);
     let short = lengths.min().filter(|&calibrated| calibrated < seq_len as u64).map(|calibrated| {
         format!(
@@ -124,7 +128,25 @@ pub(crate) fn notes(candidates: &[Candidate], seq_len: usize) -> Vec<String> {
              statistics that calibration never saw"
         )
     });
-    short.into_iter().collect()
+    let tokens = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.tokens).min();
+    let few = tokens.and_then(|tokens| too_little_text(tokens, model.head_dim()));
+    short.into_iter().chain(few).collect()
+}
+
+/// Where most of a window, or all of it, stays in full precision.
+fn little_quantized(protocol: Protocol, seq_len: usize) -> Option<String> {
+    let quantized = protocol.chunks(seq_len).last().map_or(0, |chunk| chunk.quantized.len());
+    let Protocol { sink, keep, .. } = protocol;
+    match quantized {
+        0 => Some(format!(
+            "nothing was quantized: the first {sink} and the newest {keep} tokens stay exact, which is all of a window of {seq_len}"
+        )),
+        _ if 2 * quantized < seq_len => Some(format!(
+            "at the end of a window of {seq_len} tokens {quantized} are quantized: longer windows (--seq-len) show what a long \
+             context costs"
+        )),
+        _ => None,
+    }
 }
 
 /// The cache can be simulated.

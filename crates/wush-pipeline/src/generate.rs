@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
-use wush_format::bundle::{KEY_TRANSFORMS, MANIFEST, VALUE_FEEDBACK, WUSH_DIR};
+use wush_format::bundle::{KEY_TRANSFORMS, VALUE_FEEDBACK, WUSH_DIR};
 use wush_format::hash::Sha;
-use wush_format::manifest::{Manifest, Status};
+use wush_format::manifest::Status;
 use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
@@ -118,6 +118,9 @@ impl<'a> Plan<'a> {
     /// What the reader of the text should know.
     fn notes(&self, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
         let mut notes = Vec::new();
+        if self.prompt.chat {
+            notes.push("the prompt goes through the chat template; --chat never continues it as it is".to_owned());
+        }
         if self.max_new < asked {
             notes.push(format!(
                 "at most {} can follow, not {asked}: the model reaches {} positions after this prompt",
@@ -266,7 +269,7 @@ fn check_options(request: &GenerateRequest) -> Result<()> {
 
 /// What a bundle's manifest says of its use here.
 fn bundle_notes(model: &Model, settings: &CacheSettings, n_tokens: usize) -> Result<Vec<String>> {
-    let manifest = Manifest::load(&model.dir().join(WUSH_DIR).join(MANIFEST))?;
+    let manifest = model.bundle_manifest()?;
     let mut notes = Vec::new();
     if manifest.status == Status::Failed {
         notes.push("the bundle's equivalence check had failed: it does not compute what its source does".to_owned());

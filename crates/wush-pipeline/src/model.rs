@@ -4,9 +4,10 @@ use std::path::Path;
 
 use wush_checkpoint::hub::{HubProblem, ResolvedModel, resolve_model};
 use wush_checkpoint::{Checkpoint, CheckpointError};
+use wush_format::bundle::{MANIFEST, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::json::shown;
-use wush_format::manifest::FileEntry;
+use wush_format::manifest::{FileEntry, Manifest};
 use wush_format::text::is_plain;
 use wush_model::arch::{self, RopeScaling};
 use wush_model::spec::ModelSpec;
@@ -99,6 +100,25 @@ impl Model {
         let entries: Vec<FileEntry> =
             self.checkpoint.shards().par_iter().map(hash_shard).collect::<Result<_, PipelineError>>()?;
         Ok(wush_checkpoint::weights_hash(&entries))
+    }
+
+    /// A bundle's manifest, once every sidecar that it lists is there and is the listed one.
+    ///
+    /// # Errors
+    /// `ChangedSidecar`; `Io`; whatever is wrong with the manifest.
+    pub(crate) fn bundle_manifest(&self) -> Result<Manifest> {
+        let manifest = Manifest::load(&self.dir().join(WUSH_DIR).join(MANIFEST))?;
+        let is_sidecar = |file: &&FileEntry| {
+            Path::new(&file.path).parent() == Some(Path::new(WUSH_DIR)) && file.path.ends_with(".safetensors")
+        };
+        for file in manifest.files.iter().filter(is_sidecar) {
+            let path = self.dir().join(&file.path);
+            let (found, _) = wush_format::hash::hash_file(&path)?;
+            if found != file.sha256 {
+                return Err(PipelineError::ChangedSidecar { path, found, expected: file.sha256 });
+            }
+        }
+        Ok(manifest)
     }
 
     /// The checkpoint's directory.

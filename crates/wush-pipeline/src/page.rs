@@ -124,22 +124,21 @@ fn table(rows: &[PerplexityRow]) -> String {
     number_table(&titles, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
-/// A chart a quantizer; the row without quantization is the level of each.
+/// A chart a quantizer, or one for all where each transform has but one; the row without quantization is the level of each.
 fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
     let (unquantized, rows): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.bits == crate::eval::UNQUANTIZED_BITS);
     let level = unquantized.first().map(|row| ("unquantized".to_owned(), row.ppl));
     // From the most bits to the fewest: the price grows to the right.
     let bits: BTreeSet<u8> = rows.iter().map(|row| row.bits).collect();
     let bits: Vec<u8> = bits.into_iter().rev().collect();
-    let chart = |quantizer: &str| {
-        let rows: Vec<&PerplexityRow> = rows.iter().copied().filter(|row| row.quantizer == quantizer).collect();
+    let chart = |title: &str, rows: Vec<&PerplexityRow>| {
         let series = distinct(rows.iter().map(|row| row.transform.as_str())).into_iter().map(|transform| {
             let at =
                 |bits: &u8| rows.iter().find(|row| row.transform == transform && row.bits == *bits).map(|row| row.ppl);
             Series { name: transform.to_owned(), values: bits.iter().map(at).collect() }
         });
         Chart {
-            title: quantizer.to_owned(),
+            title: title.to_owned(),
             x_label: "bits".to_owned(),
             y_label: "perplexity".to_owned(),
             places: bits.iter().map(u8::to_string).collect(),
@@ -148,7 +147,15 @@ fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
             logarithmic: true,
         }
     };
-    distinct(rows.iter().map(|row| row.quantizer.as_str())).into_iter().map(chart).collect()
+    let quantizers_of = |transform: &str| {
+        distinct(rows.iter().filter(|row| row.transform == transform).map(|row| row.quantizer.as_str())).len()
+    };
+    if rows.iter().all(|row| quantizers_of(&row.transform) == 1) {
+        return vec![chart("each with its quantizer", rows)];
+    }
+    let of_quantizer =
+        |quantizer| chart(quantizer, rows.iter().copied().filter(|row| row.quantizer == quantizer).collect());
+    distinct(rows.iter().map(|row| row.quantizer.as_str())).into_iter().map(of_quantizer).collect()
 }
 
 /// Each once, in the order of its first appearance.

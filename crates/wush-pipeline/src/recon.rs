@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use wush_eval::Protocol;
 use wush_eval::cache::QuantizedCache;
 use wush_eval::recon::{Measures, ModuleErrors, reconstruct};
+use wush_eval::{EvalError, Protocol};
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 
@@ -33,11 +33,14 @@ pub fn eval_recon(request: &EvalReconRequest, env: &Environment<'_>) -> Result<E
     env.monitor.note(&describe_model(&model));
     let text = load_sequences(&model, &request.text, Purpose::Score, env)?;
     let seq_len = longest(&text.sequences);
+    if seq_len < 2 {
+        return Err(EvalError::NothingToScore.into());
+    }
     let comparison = Comparison::plan(&model, &request.transforms, seq_len, env)?;
     comparison.announce(&model, env);
     let model_hash = model.hash_weights()?;
     let candidates = comparison.candidates(&model, model_hash, env)?;
-    let notes = notes(&candidates, seq_len);
+    let notes = notes(&model, &candidates, seq_len);
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let rows = rows(&model, &text.sequences, &candidates, request, env)?;
     let report = EvalReconReport {

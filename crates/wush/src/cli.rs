@@ -218,8 +218,8 @@ pub struct ConvertArgs {
     /// Directory of the bundle; must not exist
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Continue an earlier run of the same command, stopped, killed or failed. Sums are saved at the ends of sequences, first
-    /// after about 2048 tokens, then about once a minute; --sequences may have grown, and what comes after calibration
+    /// Continue an earlier run of the same command, stopped, killed or failed. Sums are saved at the ends of sequences,
+    /// about once a minute; --sequences may have grown, and what comes after calibration
     /// (--damping, --fold-dtype, --tolerance, …) may be another
     #[arg(long)]
     resume: bool,
@@ -239,8 +239,8 @@ pub struct CalibrateArgs {
     /// Statistics file to write; must not exist
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Continue an earlier run of the same command, stopped or killed. Sums are saved at the ends of sequences, first after
-    /// about 2048 tokens, then about once a minute; --sequences may have grown
+    /// Continue an earlier run of the same command, stopped or killed. Sums are saved at the ends of sequences,
+    /// about once a minute; --sequences may have grown
     #[arg(long)]
     resume: bool,
     /// surrogate: what Eq. 4's Hessians need; attention: also Appendix C's exact ones, for wush-a, in time that grows with the
