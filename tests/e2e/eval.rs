@@ -157,7 +157,9 @@ fn a_bundle_takes_no_other_transforms() {
     program.ok(&on_demo("convert", &["--out", "b"]));
     let exact = report(&program, "b", &["--bits", "8"]);
     assert!((ppl(&exact, "bundle", 8) / ppl(&exact, "none", 16) - 1.0).abs() < 1e-3, "{exact}");
-    for option in [["--transform", "identity"], ["--stats", "s.safetensors"], ["--calib", "text.txt"]] {
+    for option in
+        [["--transform", "identity"], ["--stats", "s.safetensors"], ["--calib", "text.txt"], ["--feedback", "false"]]
+    {
         let refused = evaluate(&program, "b", &option);
         assert_eq!(refused.code, Some(2), "{refused:?}");
         assert!(refused.stderr.contains(&format!("{}: expected none: a bundle is evaluated with its own", option[0])));

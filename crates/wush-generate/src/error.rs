@@ -42,7 +42,7 @@ impl GenerateError {
         match self {
             Self::Model(source) => source.hint(),
             Self::Cache(source) => source.hint(),
-            Self::Setting { .. } => None,
+            Self::Setting { .. } => Some("`wush generate --help` says what it takes".to_owned()),
             Self::TooLong { .. } => Some("pass a shorter prompt".to_owned()),
         }
     }

@@ -142,7 +142,16 @@ fn of_bundle(request: &TransformsRequest) -> Result<Comparison> {
         (Some(_), _) => Some("--transform"),
         (_, StatisticsSource::File(_)) => Some("--stats"),
         (_, StatisticsSource::Text(_)) => Some("--calib"),
-        (None, StatisticsSource::None) => None,
+        (None, StatisticsSource::None) => {
+            let SolveSettings { exponent, factor, center_keys, feedback, .. } = &request.settings;
+            let options = [
+                ("--exponent", exponent.is_some()),
+                ("--factor", factor.is_some()),
+                ("--center-keys", center_keys.is_some()),
+                ("--feedback", feedback.is_some()),
+            ];
+            options.into_iter().find_map(|(option, given)| given.then_some(option))
+        }
     };
     match given {
         Some(option) => Err(PipelineError::Option {
