@@ -1,7 +1,8 @@
 //! Token ids to text while they come, one at a time.
 //!
 //! Enters: the ids of a text, in order. Leaves: the text in whole characters, as soon as each is known: a character's bytes may
-//! lie in several tokens. Special tokens give no text.
+//! lie in several tokens. Special tokens give no text. Not the tokenizers crate's `DecodeStream`: that fails where a decoder
+//! rewrites text that is out, and keeps an incomplete end to itself.
 
 use crate::Result;
 use crate::tokenizer::TextTokenizer;

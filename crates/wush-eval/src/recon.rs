@@ -14,8 +14,8 @@ use wush_model::cpu::{Cpu, QueriesKeys, Rows, probability_errors};
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
 use wush_model::{ModelError, Result as ModelResult};
 
-use crate::Result;
 use crate::cache::{Cached, QuantizedCache};
+use crate::{EvalError, Result};
 
 /// `‖Â − A‖²` and `‖A‖²`, summed over tokens, heads and sequences.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -64,30 +64,23 @@ impl ModuleErrors {
     }
 }
 
-/// What is measured of a module; the rest of [`ModuleErrors`] stays zero.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Measures {
-    /// Everything.
-    All,
-    /// Module outputs with only keys and with only values quantized: what bits are allotted by.
-    Sides,
-}
-
 /// Errors of every cache in every layer, `[cache][layer]`. Counts tokens into `monitor`'s current stage, one for each token of
 /// `sequences`.
 ///
 /// # Errors
-/// `Model`, also for numbers that cannot be quantized.
+/// `Model`, also for numbers that cannot be quantized; `NothingToScore`.
 pub fn reconstruct(
     decoder: &Decoder<'_, Cpu>,
     sequences: &[Vec<u32>],
     caches: &[QuantizedCache],
-    measures: Measures,
     monitor: &dyn Monitor,
 ) -> Result<Vec<Vec<ModuleErrors>>> {
+    if sequences.iter().all(|ids| ids.len() < 2) {
+        return Err(EvalError::NothingToScore);
+    }
     let mut sums = vec![vec![ModuleErrors::default(); decoder.spec().layers.len()]; caches.len()];
     for group in groups(sequences, GROUP_TOKENS) {
-        let compared = Compared { decoder, caches, measures, found: Mutex::default() };
+        let compared = Compared { decoder, caches, found: Mutex::default() };
         decoder.hidden_of(&sequences[group], &compared, monitor)?;
         let found = compared.found.into_inner().unwrap_or_else(PoisonError::into_inner);
         // In the order of layers and sequences, whatever order threads came in.
@@ -102,7 +95,6 @@ pub fn reconstruct(
 struct Compared<'a> {
     decoder: &'a Decoder<'a, Cpu>,
     caches: &'a [QuantizedCache],
-    measures: Measures,
     /// By layer and sequence, one entry a cache.
     found: Mutex<BTreeMap<(usize, usize), Vec<ModuleErrors>>>,
 }
@@ -113,7 +105,7 @@ impl AttentionProduct<Cpu> for Compared<'_> {
         let projection = self.decoder.output_projection(place.layer)?;
         let output = backend.attention(q, k, v, shape);
         let module = Module { place, q, k, v, shape, output: &output, projection: &projection };
-        let errors = self.caches.iter().map(|cache| module.errors(cache, self.measures)).collect::<ModelResult<_>>()?;
+        let errors = self.caches.iter().map(|cache| module.errors(cache)).collect::<ModelResult<_>>()?;
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
         found.insert((place.layer, place.sequence), errors);
         Ok(output)
@@ -134,7 +126,7 @@ struct Module<'a> {
 }
 
 impl Module<'_> {
-    fn errors(&self, cache: &QuantizedCache, measures: Measures) -> ModelResult<ModuleErrors> {
+    fn errors(&self, cache: &QuantizedCache) -> ModelResult<ModuleErrors> {
         let Self { place, q, k, v, shape, .. } = *self;
         let refused = |what| move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
         let cached_keys = cache.keys(place.layer, k, 0..k.n_rows).map_err(refused("keys"))?;
@@ -147,9 +139,6 @@ impl Module<'_> {
         let back = |attended: Rows| cache.outputs(place.layer, attended, shape.head_dim);
         let keys = output(Cpu.attention(queries, quantized_keys, v, shape));
         let values = output(back(Cpu.attention(q, k, quantized_values, shape)));
-        if measures == Measures::Sides {
-            return Ok(ModuleErrors { keys, values, ..ModuleErrors::default() });
-        }
         let exact = QueriesKeys { queries: q, keys: k };
         let (error, signal) = probability_errors(exact, QueriesKeys { queries, keys: quantized_keys }, shape);
         Ok(ModuleErrors {

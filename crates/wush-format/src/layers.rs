@@ -100,33 +100,33 @@ pub(crate) fn head_shape(file: &TensorFile, name: &str) -> Result<[usize; 2]> {
     }
 }
 
-/// Refuses a NaN or an infinity among the matrices `[n_heads, dim, dim]` of the tensor `name`.
-pub(crate) fn check_finite(path: &Path, name: &str, dim: usize, mut values: impl Iterator<Item = f64>) -> Result<()> {
+/// Refuses a NaN or an infinity in the tensor `name`; `place` says in words where an element is.
+fn check_numbers(
+    path: &Path,
+    name: &str,
+    mut values: impl Iterator<Item = f64>,
+    place: impl Fn(usize) -> String,
+) -> Result<()> {
     let Some(at) = values.position(|value| !value.is_finite()) else { return Ok(()) };
-    let dim = dim.max(1);
     Err(FormatError::WrongTensor {
         path: path.to_owned(),
         name: name.to_owned(),
         expected: "finite numbers".to_owned(),
-        found: format!("NaN or infinity in head {}, row {}, column {}", at / dim / dim, at / dim % dim, at % dim),
+        found: format!("NaN or infinity in {}", place(at)),
     })
 }
 
-/// The same among the rows `[n_heads, dim]` of the tensor `name`.
-pub(crate) fn check_finite_rows(
-    path: &Path,
-    name: &str,
-    dim: usize,
-    mut values: impl Iterator<Item = f64>,
-) -> Result<()> {
-    let Some(at) = values.position(|value| !value.is_finite()) else { return Ok(()) };
+/// Refuses a NaN or an infinity among the matrices `[n_heads, dim, dim]` of the tensor `name`.
+pub(crate) fn check_finite(path: &Path, name: &str, dim: usize, values: impl Iterator<Item = f64>) -> Result<()> {
     let dim = dim.max(1);
-    Err(FormatError::WrongTensor {
-        path: path.to_owned(),
-        name: name.to_owned(),
-        expected: "finite numbers".to_owned(),
-        found: format!("NaN or infinity in head {}, coordinate {}", at / dim, at % dim),
-    })
+    let place = |at| format!("head {}, row {}, column {}", at / dim / dim, at / dim % dim, at % dim);
+    check_numbers(path, name, values, place)
+}
+
+/// The same among the rows `[n_heads, dim]` of the tensor `name`.
+pub(crate) fn check_finite_rows(path: &Path, name: &str, dim: usize, values: impl Iterator<Item = f64>) -> Result<()> {
+    let dim = dim.max(1);
+    check_numbers(path, name, values, |at| format!("head {}, coordinate {}", at / dim, at % dim))
 }
 
 /// A layer has one of each role a KV head.

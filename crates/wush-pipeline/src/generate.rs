@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
-use wush_format::bundle::{KEY_TRANSFORMS, VALUE_FEEDBACK, WUSH_DIR};
+use wush_format::bundle::{KEY_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::Sha;
-use wush_format::manifest::Status;
+use wush_format::manifest::{Manifest, Status};
 use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
@@ -94,9 +94,10 @@ impl<'a> Plan<'a> {
     fn new(model: &'a Model, request: &GenerateRequest) -> Result<Self> {
         let sampler = Sampler::new(request.sampling)?;
         check_options(request)?;
-        let is_bundle = model.checkpoint.is_bundle();
-        let bits = request.kv_bits.unwrap_or(if is_bundle { DEFAULT_BUNDLE_BITS } else { DEFAULT_BITS });
-        let has_feedback = is_bundle && model.dir().join(WUSH_DIR).join(VALUE_FEEDBACK).exists();
+        let manifest = model.checkpoint.is_bundle().then(|| model.bundle_manifest()).transpose()?;
+        let default_bits = if manifest.is_some() { DEFAULT_BUNDLE_BITS } else { DEFAULT_BITS };
+        let bits = request.kv_bits.unwrap_or(default_bits);
+        let has_feedback = manifest.as_ref().is_some_and(|manifest| manifest.solve.feedback);
         let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
         let settings = CacheSettings { bits, quantizer, windows: request.windows };
         let config = settings.config(&model.spec)?;
@@ -111,12 +112,12 @@ impl<'a> Plan<'a> {
         let n_tokens = prompt.ids.len() + max_new - 1;
         let memory = GenerateMemory::new(model, &config, n_tokens, request.chunk)?;
         let mut plan = Self { model, tokenizer, prompt, max_new, settings, config, sampler, memory, notes: Vec::new() };
-        plan.notes = plan.notes(request.max_new_tokens, n_tokens)?;
+        plan.notes = plan.notes(manifest.as_ref(), request.max_new_tokens, n_tokens);
         Ok(plan)
     }
 
     /// What the reader of the text should know.
-    fn notes(&self, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
+    fn notes(&self, manifest: Option<&Manifest>, asked: usize, n_tokens: usize) -> Vec<String> {
         let mut notes = Vec::new();
         if self.prompt.chat {
             notes.push("the prompt goes through the chat template; --chat never continues it as it is".to_owned());
@@ -128,8 +129,8 @@ impl<'a> Plan<'a> {
                 n_tokens
             ));
         }
-        if self.model.checkpoint.is_bundle() {
-            notes.extend(bundle_notes(self.model, &self.settings, n_tokens)?);
+        if let Some(manifest) = manifest {
+            notes.extend(bundle_notes(manifest, &self.settings, n_tokens));
         } else if self.settings.quantizes() {
             notes.push(format!(
                 "a plain checkpoint has no key and value transforms: its cache is quantized to {} bits as it is. `wush convert` \
@@ -137,7 +138,7 @@ impl<'a> Plan<'a> {
                 self.settings.bits
             ));
         }
-        Ok(notes)
+        notes
     }
 
     /// An empty cache with what a bundle has for it; nothing of it where nothing is quantized. Hashes are held against those of
@@ -268,20 +269,19 @@ fn check_options(request: &GenerateRequest) -> Result<()> {
 }
 
 /// What a bundle's manifest says of its use here.
-fn bundle_notes(model: &Model, settings: &CacheSettings, n_tokens: usize) -> Result<Vec<String>> {
-    let manifest = model.bundle_manifest()?;
+fn bundle_notes(manifest: &Manifest, settings: &CacheSettings, n_tokens: usize) -> Vec<String> {
     let mut notes = Vec::new();
     if manifest.status == Status::Failed {
         notes.push("the bundle's equivalence check had failed: it does not compute what its source does".to_owned());
     }
-    let calibrated = manifest.calibration.map(|calibration| calibration.max_seq_len);
+    let calibrated = manifest.calibration.as_ref().map(|calibration| calibration.max_seq_len);
     if let Some(calibrated) = calibrated.filter(|&calibrated| settings.quantizes() && calibrated < n_tokens as u64) {
         notes.push(format!(
             "calibrated on sequences of {calibrated} tokens, this one may reach {n_tokens}: keys beyond position {calibrated} \
              have statistics that calibration never saw"
         ));
     }
-    Ok(notes)
+    notes
 }
 
 impl GenerateMemory {

@@ -31,6 +31,7 @@ mod convert;
 mod demo;
 mod error;
 mod eval;
+mod evaluation;
 mod generate;
 mod human;
 mod inspect;

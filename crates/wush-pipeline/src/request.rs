@@ -454,31 +454,12 @@ pub struct DemoRequest {
     pub out: PathBuf,
 }
 
-/// `wush eval ppl`.
+/// What every evaluation is told; all of it for `wush eval recon`.
 #[derive(Debug, Clone)]
-pub struct EvalPplRequest {
+pub struct EvalRequest {
     /// The model, or a bundle.
     pub model: ModelRequest,
-    /// The text to score.
-    pub text: CalibrationRequest,
-    /// How it enters the cache.
-    pub protocol: Protocol,
-    /// Bits of a code.
-    pub bits: Vec<Bits>,
-    /// Quantizers; where there is none, what suits each transform.
-    pub quantizers: Vec<Method>,
-    /// What it is compared with.
-    pub transforms: TransformsRequest,
-    /// `--html`: a page to write.
-    pub html: Option<PathBuf>,
-}
-
-/// `wush eval recon`.
-#[derive(Debug, Clone)]
-pub struct EvalReconRequest {
-    /// The model, or a bundle.
-    pub model: ModelRequest,
-    /// The text whose activations are measured.
+    /// The text to evaluate on.
     pub text: CalibrationRequest,
     /// Bits of a code.
     pub bits: Vec<Bits>,
@@ -488,6 +469,15 @@ pub struct EvalReconRequest {
     pub transforms: TransformsRequest,
     /// `--html`: a page to write.
     pub html: Option<PathBuf>,
+}
+
+/// `wush eval ppl`.
+#[derive(Debug, Clone)]
+pub struct EvalPplRequest {
+    /// What is evaluated.
+    pub eval: EvalRequest,
+    /// How the text enters the cache.
+    pub protocol: Protocol,
 }
 
 /// The transforms that an evaluation compares.

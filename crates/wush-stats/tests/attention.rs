@@ -3,11 +3,8 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{Shape, Source, info, sequences, spec, write_checkpoint};
+use common::{Module, Shape, Source, info, sequences, spec, write_checkpoint};
 use wush_checkpoint::Checkpoint;
-use wush_format::tensor_file::TensorFile;
 use wush_format::transforms::HeadMatrices;
 use wush_model::cpu::{Cpu, Rows};
 use wush_model::observer::Observer;
@@ -50,44 +47,12 @@ fn assert_close(what: &str, found: &[f64], expected: &[f64], tol: f64) {
     assert!(error <= tol, "{what}: relative error {error:e}, tolerance {tol:e}");
 }
 
-struct Module {
-    file: TensorFile,
-    name: String,
-    shape: Shape,
-    hidden: usize,
-    n_sequences: usize,
-    len: usize,
-    tau: f64,
-}
-
 impl Module {
-    fn all() -> Vec<Self> {
-        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/oracle");
-        let text = std::fs::read(dir.join("attention.json")).expect("the fixture is there");
-        let cases: Vec<serde_json::Value> = serde_json::from_slice(&text).expect("valid JSON");
-        let module = |case: &serde_json::Value| {
-            let number = |key: &str| case[key].as_u64().expect("a number") as usize;
-            Self {
-                file: TensorFile::open(&dir.join("attention.safetensors")).expect("valid"),
-                name: case["name"].as_str().expect("a name").to_owned(),
-                shape: Shape { n_heads: number("n_q"), n_kv_heads: number("n_kv"), head_dim: number("d") },
-                hidden: number("d_model"),
-                n_sequences: number("sequences"),
-                len: number("S"),
-                tau: case["tau"].as_f64().expect("a number"),
-            }
-        };
-        cases.iter().map(module).collect()
-    }
-
-    fn tensor(&self, key: &str, shape: &[usize]) -> Vec<f64> {
-        self.file.f64(&format!("{}.{key}", self.name), shape).unwrap_or_else(|e| panic!("{key}: {e}"))
-    }
-
     fn qkv(&self, sequence: usize) -> [Vec<f64>; 3] {
         let Shape { n_heads, n_kv_heads, head_dim } = self.shape;
-        [("Q", n_heads), ("K", n_kv_heads), ("V", n_kv_heads)]
-            .map(|(key, n)| rows(&self.tensor(&format!("seq{sequence}.{key}"), &[n, head_dim, self.len]), self.len))
+        [("Q", n_heads), ("K", n_kv_heads), ("V", n_kv_heads)].map(|(key, n)| {
+            rows(&self.tensor(&format!("seq{sequence}.{key}"), &[n, head_dim, self.seq_len]), self.seq_len)
+        })
     }
 
     fn output(&self) -> Vec<f64> {
@@ -137,13 +102,13 @@ fn the_accumulator_meets_the_oracle_and_the_file_keeps_it() {
         let checkpoint = Checkpoint::open(dir.path()).expect("valid");
         let info = wush_stats::StatsInfo { attention_hessians: true, n_heads, n_kv_heads, head_dim, ..info() };
         let mut statistics = Statistics::new(&spec, info);
-        let ids: Vec<Vec<u32>> = (0..module.n_sequences).map(|i| vec![i as u32; module.len]).collect();
+        let ids: Vec<Vec<u32>> = (0..module.n_sequences).map(|i| vec![i as u32; module.seq_len]).collect();
         let mut accumulator = Accumulator::new(&mut statistics, &ids).with_weights(&checkpoint, &spec);
         Observer::<Cpu>::begin(&mut accumulator, 0).expect("readable");
         for sequence in 0..module.n_sequences {
             let [q, k, v] = module.qkv(sequence).map(|x| Rows {
-                n_rows: module.len,
-                width: x.len() / module.len,
+                n_rows: module.seq_len,
+                width: x.len() / module.seq_len,
                 data: x.iter().map(|&x| x as f32).collect(),
             });
             common::show(&mut accumulator, 0, [&q, &k, &v]).expect("finite");

@@ -2,11 +2,8 @@
 
 mod common;
 
-use std::path::PathBuf;
-
-use common::{Shape, info, show, spec, write_checkpoint};
+use common::{Module, info, show, spec, write_checkpoint};
 use wush_checkpoint::Checkpoint;
-use wush_format::tensor_file::TensorFile;
 use wush_model::cpu::Rows;
 use wush_stats::{Accumulator, Statistics, output_gram};
 
@@ -14,38 +11,7 @@ use wush_stats::{Accumulator, Statistics, output_gram};
 /// errors. Relative to sqrt(G_ii G_jj), twice that.
 const F32_INPUT_TOL: f64 = 4.0 / (1u64 << 24) as f64;
 
-struct Module {
-    file: TensorFile,
-    name: String,
-    shape: Shape,
-    hidden: usize,
-    n_sequences: usize,
-    seq_len: usize,
-}
-
-fn modules() -> Vec<Module> {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/oracle");
-    let text = std::fs::read(dir.join("attention.json")).expect("the fixture is there");
-    let cases: Vec<serde_json::Value> = serde_json::from_slice(&text).expect("valid JSON");
-    let modules = cases.iter().map(|case| {
-        let number = |key: &str| case[key].as_u64().expect("a number") as usize;
-        Module {
-            file: TensorFile::open(&dir.join("attention.safetensors")).expect("valid"),
-            name: case["name"].as_str().expect("a name").to_owned(),
-            shape: Shape { n_heads: number("n_q"), n_kv_heads: number("n_kv"), head_dim: number("d") },
-            hidden: number("d_model"),
-            n_sequences: number("sequences"),
-            seq_len: number("S"),
-        }
-    });
-    modules.collect()
-}
-
 impl Module {
-    fn tensor(&self, key: &str, shape: &[usize]) -> Vec<f64> {
-        self.file.f64(&format!("{}.{key}", self.name), shape).unwrap_or_else(|e| panic!("{key}: {e}"))
-    }
-
     /// `[heads, d, S]` to rows `[S, heads d]`.
     fn rows(&self, sequence: usize, key: &str, n_heads: usize) -> Rows {
         let (dim, len) = (self.shape.head_dim, self.seq_len);
@@ -96,7 +62,7 @@ impl Module {
 
 #[test]
 fn equation_4_is_the_oracles() {
-    let modules = modules();
+    let modules = Module::all();
     assert_eq!(modules.len(), 2);
     for module in &modules {
         let statistics = module.statistics();
@@ -113,7 +79,7 @@ fn equation_4_is_the_oracles() {
 
 #[test]
 fn key_sums_are_the_sums_of_the_keys() {
-    for module in &modules() {
+    for module in &Module::all() {
         let width = module.shape.n_kv_heads * module.shape.head_dim;
         let mut expected = vec![0.0; width];
         for sequence in 0..module.n_sequences {

@@ -3,10 +3,10 @@
 #![allow(dead_code, clippy::allow_attributes, reason = "each test file uses its own part")]
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use wush_format::hash::Sha;
-use wush_format::tensor_file::{NewTensor, write_tensor_file};
+use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_model::cpu::{Cpu, Rows};
 use wush_model::observer::Observer;
 use wush_model::spec::{
@@ -171,4 +171,40 @@ pub fn statistics(sequences: &[Vec<u32>]) -> Statistics {
     let mut statistics = Statistics::new(&spec(&SHAPES, 8), info());
     observe(&mut statistics, sequences).expect("finite activations");
     statistics
+}
+
+/// One attention module of the oracle.
+pub struct Module {
+    pub file: TensorFile,
+    pub name: String,
+    pub shape: Shape,
+    pub hidden: usize,
+    pub n_sequences: usize,
+    pub seq_len: usize,
+    pub tau: f64,
+}
+
+impl Module {
+    pub fn all() -> Vec<Self> {
+        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/oracle");
+        let text = std::fs::read(dir.join("attention.json")).expect("the fixture is there");
+        let cases: Vec<serde_json::Value> = serde_json::from_slice(&text).expect("valid JSON");
+        let module = |case: &serde_json::Value| {
+            let number = |key: &str| case[key].as_u64().expect("a number") as usize;
+            Self {
+                file: TensorFile::open(&dir.join("attention.safetensors")).expect("valid"),
+                name: case["name"].as_str().expect("a name").to_owned(),
+                shape: Shape { n_heads: number("n_q"), n_kv_heads: number("n_kv"), head_dim: number("d") },
+                hidden: number("d_model"),
+                n_sequences: number("sequences"),
+                seq_len: number("S"),
+                tau: case["tau"].as_f64().expect("a number"),
+            }
+        };
+        cases.iter().map(module).collect()
+    }
+
+    pub fn tensor(&self, key: &str, shape: &[usize]) -> Vec<f64> {
+        self.file.f64(&format!("{}.{key}", self.name), shape).unwrap_or_else(|e| panic!("{key}: {e}"))
+    }
 }

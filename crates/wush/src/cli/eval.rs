@@ -6,7 +6,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    Bits, CalibSource, CalibrationRequest, EvalPplRequest, EvalReconRequest, Method, Protocol, StatisticsSource,
+    Bits, CalibSource, CalibrationRequest, EvalPplRequest, EvalRequest, Method, Protocol, StatisticsSource,
     TransformsRequest,
 };
 
@@ -26,15 +26,15 @@ pub enum EvalCommand {
     /// Perplexity of a text through the quantized cache
     Ppl(EvalPplArgs),
     /// Errors inside each attention module: products, probabilities, outputs
-    Recon(EvalReconArgs),
+    Recon(WhatArgs),
 }
 
-/// `wush eval ppl`.
+/// What every evaluation is told.
 #[derive(Debug, Args)]
-pub struct EvalPplArgs {
+pub struct WhatArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text to score: a file as for --calib, or a .json of token-id lists
+    /// The text to evaluate on: a file as for --calib, or a .json of token-id lists
     #[arg(long, value_name = "SOURCE")]
     text: CalibSource,
     /// Column or key of the text
@@ -50,35 +50,18 @@ pub struct EvalPplArgs {
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
-    cache: CacheArgs,
+    quantizers: QuantizerArgs,
     #[command(flatten)]
     transforms: TransformListArgs,
 }
 
-/// `wush eval recon`.
+/// `wush eval ppl`.
 #[derive(Debug, Args)]
-pub struct EvalReconArgs {
+pub struct EvalPplArgs {
     #[command(flatten)]
-    model: ModelArgs,
-    /// The text to measure on: a file as for --calib, or a .json of token-id lists
-    #[arg(long, value_name = "SOURCE")]
-    text: CalibSource,
-    /// Column or key of the text
-    #[arg(long, value_name = "NAME", default_value = plan::DEFAULT_TEXT_FIELD)]
-    text_field: String,
-    /// Tokens a sequence [default: 2048; not with token-id lists, which are used as they are]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
-    seq_len: Option<usize>,
-    /// Number of sequences of the text [default: all]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole_number)]
-    windows: Option<usize>,
-    /// Also write the report as one self-contained page with plots, in place of an older one; outside of MODEL
-    #[arg(long, value_name = "FILE")]
-    html: Option<PathBuf>,
+    what: WhatArgs,
     #[command(flatten)]
-    quantizers: QuantizerArgs,
-    #[command(flatten)]
-    transforms: TransformListArgs,
+    windows: WindowArgs,
 }
 
 /// How coordinates are quantized.
@@ -94,12 +77,10 @@ struct QuantizerArgs {
     quantizer: Vec<Method>,
 }
 
-/// The cache.
+/// Which tokens are quantized when.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cache")]
-struct CacheArgs {
-    #[command(flatten)]
-    quantizers: QuantizerArgs,
+struct WindowArgs {
     /// Tokens a step
     #[arg(long, value_name = "N", default_value_t = Protocol::PAPER.chunk, value_parser = whole_number)]
     chunk: usize,
@@ -161,34 +142,11 @@ impl TransformListArgs {
     }
 }
 
-impl CacheArgs {
-    fn protocol(&self) -> Protocol {
-        let Self { chunk, sink, keep, flush, .. } = *self;
-        Protocol { chunk, sink, keep, flush }
-    }
-}
-
-impl EvalPplArgs {
+impl WhatArgs {
     /// The request that was typed.
-    pub fn request(self) -> EvalPplRequest {
-        let Self { model, text, text_field, seq_len, windows, html, cache, transforms } = self;
-        EvalPplRequest {
-            model: model.request(),
-            text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
-            protocol: cache.protocol(),
-            bits: cache.quantizers.bits,
-            quantizers: cache.quantizers.quantizer,
-            transforms: transforms.request(),
-            html,
-        }
-    }
-}
-
-impl EvalReconArgs {
-    /// The request that was typed.
-    pub fn request(self) -> EvalReconRequest {
+    pub fn request(self) -> EvalRequest {
         let Self { model, text, text_field, seq_len, windows, html, quantizers, transforms } = self;
-        EvalReconRequest {
+        EvalRequest {
             model: model.request(),
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
             bits: quantizers.bits,
@@ -196,5 +154,13 @@ impl EvalReconArgs {
             transforms: transforms.request(),
             html,
         }
+    }
+}
+
+impl EvalPplArgs {
+    /// The request that was typed.
+    pub fn request(self) -> EvalPplRequest {
+        let WindowArgs { chunk, sink, keep, flush } = self.windows;
+        EvalPplRequest { eval: self.what.request(), protocol: Protocol { chunk, sink, keep, flush } }
     }
 }

@@ -1,0 +1,114 @@
+//! What every evaluation begins with: the model, the text, what is compared, and what the reader of the numbers should know.
+
+use wush_data::Packed;
+use wush_eval::Protocol;
+use wush_eval::cache::QuantizedCache;
+use wush_format::hash::Sha;
+use wush_format::manifest::Calibration;
+use wush_quant::{Bits, Method};
+
+use crate::Result;
+use crate::candidates::{Candidate, Comparison};
+use crate::model::Model;
+use crate::notes::too_little_text;
+use crate::paths::require_page;
+use crate::plan::{Purpose, describe_model, load_sequences, longest};
+use crate::request::{Environment, EvalRequest};
+
+/// An evaluation that can run.
+pub(crate) struct Evaluation {
+    /// The model, or the bundle.
+    pub(crate) model: Model,
+    /// Of its weights.
+    pub(crate) model_hash: Sha,
+    /// The text.
+    pub(crate) text: Packed,
+    /// Tokens of its longest sequence.
+    pub(crate) seq_len: usize,
+    /// What the reader of the numbers should know.
+    pub(crate) notes: Vec<String>,
+    candidates: Vec<Candidate>,
+}
+
+/// One cache to evaluate.
+pub(crate) struct Cell<'a> {
+    /// The transforms.
+    pub(crate) candidate: &'a Candidate,
+    /// The quantizer.
+    pub(crate) quantizer: Method,
+    /// Bits of a code.
+    pub(crate) bits: Bits,
+}
+
+impl Evaluation {
+    /// Checks what can be, reads the text, calibrates if it must, and solves.
+    ///
+    /// # Errors
+    /// What cannot be read; `Option` for a transform that needs statistics without any, or a bundle with `--transform`;
+    /// `Solve`; `OutputInsideSource` for a page among the model's files; `Interrupted`.
+    pub(crate) fn begin(request: &EvalRequest, env: &Environment<'_>) -> Result<Self> {
+        let model = Model::resolve_any(&request.model, env)?;
+        if let Some(page) = &request.html {
+            require_page(page, &[model.dir()])?;
+        }
+        env.monitor.note(&describe_model(&model));
+        let text = load_sequences(&model, &request.text, Purpose::Score, env)?;
+        let seq_len = longest(&text.sequences);
+        let comparison = Comparison::plan(&model, &request.transforms, seq_len, env)?;
+        comparison.announce(&model, env);
+        let model_hash = model.hash_weights()?;
+        let candidates = comparison.candidates(&model, model_hash, env)?;
+        let notes = notes(&model, &candidates, seq_len);
+        Ok(Self { model, model_hash, text, seq_len, notes, candidates })
+    }
+
+    /// Says what the reader should know.
+    pub(crate) fn tell_notes(&self, env: &Environment<'_>) {
+        self.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
+    }
+
+    /// Every cache to evaluate: transform by transform, quantizer by quantizer, bits by bits.
+    pub(crate) fn cells(&self, request: &EvalRequest) -> Vec<Cell<'_>> {
+        let of_candidate = |candidate: &'_ Candidate| match request.quantizers.is_empty() {
+            true => vec![candidate.quantizer()],
+            false => request.quantizers.clone(),
+        };
+        let mut cells = Vec::new();
+        for candidate in &self.candidates {
+            for quantizer in of_candidate(candidate) {
+                cells.extend(request.bits.iter().map(|&bits| Cell { candidate, quantizer, bits }));
+            }
+        }
+        cells
+    }
+
+    /// What the transforms were calibrated on; none where none needed it.
+    pub(crate) fn calibration(&self) -> Option<Calibration> {
+        self.candidates.iter().find_map(|candidate| candidate.calibration.clone())
+    }
+}
+
+impl Cell<'_> {
+    /// Of every layer of the model.
+    ///
+    /// # Errors
+    /// As `Candidate::layers`; a matrix that is not the model's.
+    pub(crate) fn cache(&self, model: &Model, protocol: Protocol) -> Result<QuantizedCache> {
+        let layers = self.candidate.layers(&self.quantizer, self.bits)?;
+        Ok(QuantizedCache::new(&model.spec, layers, protocol)?)
+    }
+}
+
+/// What the reader of the numbers should know.
+fn notes(model: &Model, candidates: &[Candidate], seq_len: usize) -> Vec<String> {
+    let lengths = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.max_seq_len);
+    let short = lengths.min().filter(|&calibrated| calibrated < seq_len as u64).map(|calibrated| {
+        format!(
+            "calibrated on sequences of {calibrated} tokens, evaluated on {seq_len}: keys beyond position {calibrated} have \
+             statistics that calibration never saw"
+        )
+    });
+    let tokens = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.tokens).min();
+    let few = tokens.and_then(|tokens| too_little_text(tokens, model.head_dim()));
+    short.into_iter().chain(few).collect()
+}
