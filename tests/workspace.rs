@@ -18,6 +18,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("wush-data", &["wush-format", "wush-checkpoint"]),
     ("wush-model", &["wush-format", "wush-checkpoint"]),
     ("wush-stats", &["wush-format", "wush-checkpoint", "wush-model"]),
+    ("wush-gpu", &["wush-format", "wush-checkpoint", "wush-model", "wush-stats"]),
     ("wush-fold", &["wush-format", "wush-checkpoint", "wush-model"]),
     ("wush-inspect", &["wush-format", "wush-checkpoint", "wush-model", "wush-stats", "wush-transform", "wush-fold"]),
     (
@@ -28,6 +29,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wush-data",
             "wush-model",
             "wush-stats",
+            "wush-gpu",
             "wush-transform",
             "wush-fold",
             "wush-inspect",

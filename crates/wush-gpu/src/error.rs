@@ -1,0 +1,142 @@
+//! What can go wrong between a machine and a kernel's result. A missing driver, library or device is a value here, never a
+//! failure to start.
+
+/// Result of this crate.
+pub type Result<T, E = GpuError> = std::result::Result<T, E>;
+
+/// Why a GPU cannot be used, or what it could not do.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum GpuError {
+    /// A library of CUDA is not on this machine, or not where it is looked for.
+    #[error("{library} ({purpose}) was not found; looked in {looked}")]
+    Library {
+        /// Its file, "libcuda.so.1".
+        library: &'static str,
+        /// What it is for.
+        purpose: &'static str,
+        /// Where it was looked for.
+        looked: String,
+    },
+    /// The driver answers, but no device is there.
+    #[error("the NVIDIA driver is there, but it shows no device")]
+    NoDevice,
+    /// A device was asked for that is not there.
+    #[error("there is no device cuda:{ordinal}: {count} found")]
+    NoSuchDevice {
+        /// As asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The device lacks what the kernels are built on.
+    #[error("{device} has compute capability {}.{}; at least {}.{} is needed", found.0, found.1, needed.0, needed.1)]
+    TooOld {
+        /// Its name.
+        device: String,
+        /// Major and minor.
+        found: (u32, u32),
+        /// Major and minor.
+        needed: (u32, u32),
+    },
+    /// A call of the driver failed.
+    #[error("CUDA: cannot {action}: {code}")]
+    Driver {
+        /// What was tried.
+        action: &'static str,
+        /// The driver's name of the error.
+        code: String,
+    },
+    /// A call of cuBLASLt failed.
+    #[error("cuBLASLt: cannot {action}: {code}")]
+    Blas {
+        /// What was tried.
+        action: &'static str,
+        /// The library's name of the error.
+        code: String,
+    },
+    /// Device memory ran out, or the budget did.
+    #[error("out of GPU memory: {wanted} bytes wanted, {in_use} in use, {limit} at most")]
+    OutOfMemory {
+        /// Bytes of the allocation that failed.
+        wanted: u64,
+        /// Bytes in use by live buffers.
+        in_use: u64,
+        /// The budget, or what the device has.
+        limit: u64,
+    },
+    /// A kernel did not compile.
+    #[error("kernels/{kernel}.cu: cannot compile for {target}: {log}")]
+    Compile {
+        /// Its file.
+        kernel: &'static str,
+        /// "sm_90a".
+        target: String,
+        /// The compiler's words.
+        log: String,
+    },
+    /// A kernel is not built for this device.
+    #[error("kernels/{kernel}.cu runs on {claimed}, not on compute capability {}.{}", found.0, found.1)]
+    NotForDevice {
+        /// Its file.
+        kernel: &'static str,
+        /// What it is built for.
+        claimed: String,
+        /// Major and minor of the device.
+        found: (u32, u32),
+    },
+    /// A launch does not fit the kernel as it was compiled.
+    #[error("kernel {kernel}: expected arguments of {expected:?} bytes, found {found:?}")]
+    Arguments {
+        /// Its entry point.
+        kernel: String,
+        /// Sizes of its parameters.
+        expected: Vec<usize>,
+        /// Sizes of what was given.
+        found: Vec<usize>,
+    },
+    /// A buffer has another length than an operation needs.
+    #[error("{what}: expected {expected} elements, found {found}")]
+    Length {
+        /// The operand.
+        what: &'static str,
+        /// Elements needed.
+        expected: usize,
+        /// Elements given.
+        found: usize,
+    },
+    /// A size that no device holds.
+    #[error("{what}: {count} elements are too many")]
+    TooLarge {
+        /// The operand.
+        what: &'static str,
+        /// Elements asked for.
+        count: usize,
+    },
+}
+
+impl GpuError {
+    /// The remedy, as a line of its own.
+    pub fn hint(&self) -> Option<String> {
+        let text = match self {
+            Self::Library { library, .. } if library.starts_with("libcuda.") => {
+                "install NVIDIA's driver, or run with --device cpu; `wush doctor` shows what is found"
+            }
+            Self::Library { .. } => {
+                "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc nvidia-cublas`, and name its folder in \
+                 WUSH_CUDA_LIBRARIES if it is not found; `wush doctor` shows what is"
+            }
+            Self::NoDevice => "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu",
+            Self::NoSuchDevice { .. } => "`wush doctor` lists the devices",
+            Self::TooOld { .. } | Self::NotForDevice { .. } => "run with --device cpu",
+            Self::OutOfMemory { .. } => {
+                "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"
+            }
+            Self::Driver { .. } | Self::Blas { .. } => {
+                "check `nvidia-smi`; the same command with --device cpu does without the GPU"
+            }
+            _ => return None,
+        };
+        Some(text.into())
+    }
+}

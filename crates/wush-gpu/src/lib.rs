@@ -1,0 +1,35 @@
+//! CUDA: the device layer and one wrapper per kernel. The only crate with foreign functions.
+//!
+//! Enters: host arrays, kernel sources, sizes. Leaves: arrays on a GPU, and errors as values: a machine without a driver, a
+//! library or a device builds, links and starts this crate like any other. Knows nothing of the command line, files of wush, or
+//! the order of stages.
+//!
+//! ```
+//! use wush_gpu::{Device, GpuError};
+//!
+//! match Device::open(0) {
+//!     Ok(device) => {
+//!         let buffer = device.upload(&[1.0f32, 2.0, 3.0])?;
+//!         assert_eq!(buffer.to_host()?, [1.0, 2.0, 3.0]);
+//!     }
+//!     Err(why) => println!("no GPU: {why}"),
+//! }
+//! # Ok::<(), GpuError>(())
+//! ```
+
+pub mod compiler;
+pub mod kernels;
+pub mod launch;
+pub mod libraries;
+pub mod matmul;
+pub mod pool;
+
+mod buffer;
+mod device;
+mod driver;
+mod error;
+
+pub use buffer::{Buffer, Element, Pinned, View, ViewMut};
+pub use device::{Device, Event, Queue};
+pub use driver::{DeviceInfo, LEAST_CAPABILITY, devices, version as driver_version};
+pub use error::{GpuError, Result};
