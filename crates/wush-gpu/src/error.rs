@@ -85,6 +85,16 @@ pub enum GpuError {
         /// Major and minor of the device.
         found: (u32, u32),
     },
+    /// A kernel has no tiles for a model's head dim.
+    #[error("kernels/{kernel}.cu takes head dims of {served}, found {found}")]
+    HeadDim {
+        /// Its file.
+        kernel: &'static str,
+        /// What it takes.
+        served: &'static str,
+        /// Coordinates of a head.
+        found: u32,
+    },
     /// A launch does not fit the kernel as it was compiled.
     #[error("kernel {kernel}: expected arguments of {expected:?} bytes, found {found:?}")]
     Arguments {
@@ -128,7 +138,7 @@ impl GpuError {
             }
             Self::NoDevice => "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu",
             Self::NoSuchDevice { .. } => "`wush doctor` lists the devices",
-            Self::TooOld { .. } | Self::NotForDevice { .. } => "run with --device cpu",
+            Self::TooOld { .. } | Self::NotForDevice { .. } | Self::HeadDim { .. } => "run with --device cpu",
             Self::OutOfMemory { .. } => {
                 "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"
             }

@@ -7,6 +7,7 @@ use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule, CUresult};
 
+use crate::attention;
 use crate::compiler::{Job, Target};
 use crate::device::Device;
 use crate::driver::{self, check};
@@ -65,7 +66,7 @@ pub const EVERYWHERE: &[Architecture] =
     &[Architecture::Sm80, Architecture::Sm89, Architecture::Sm90a, Architecture::Sm100];
 
 /// Every kernel file, by name.
-pub static KERNELS: &[&KernelFile] = &[];
+pub static KERNELS: &[&KernelFile] = &[&attention::hopper::FILE];
 
 impl KernelFile {
     /// Whether it runs on a device.

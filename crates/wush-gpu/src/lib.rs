@@ -17,6 +17,7 @@
 //! # Ok::<(), GpuError>(())
 //! ```
 
+pub mod attention;
 pub mod compiler;
 pub mod kernels;
 pub mod launch;

@@ -1,0 +1,116 @@
+//! Causal attention with grouped queries (Eq. 2), one sequence a call: scores are never stored.
+//!
+//! Enters: queries, keys and values of all tokens, bf16, each a matrix or columns of a wider one. Leaves: the heads' outputs, bf16.
+//! Does no batches, no cache and no rotation.
+
+pub mod hopper;
+
+use half::bf16;
+
+use crate::buffer::ViewMut;
+use crate::device::Device;
+use crate::error::{GpuError, Result};
+use crate::matmul::Matrix;
+
+/// `out[t, n] = Σ_s p[t, s] v[s, n / G]` with `p[t, ·] = softmax_s(cap(scale · q[t, n] · k[s, n / G]))` over the keys
+/// `t - window < s <= t`, where G is the number of heads that share keys.
+#[derive(Debug, Clone, Copy)]
+pub struct Attention<'a> {
+    /// `[tokens, n_heads head_dim]`.
+    pub q: Matrix<'a, bf16>,
+    /// `[tokens, n_kv_heads head_dim]`.
+    pub k: Matrix<'a, bf16>,
+    /// As `k`.
+    pub v: Matrix<'a, bf16>,
+    /// Coordinates of a head.
+    pub head_dim: usize,
+    /// Keys that a query reads, itself counted; all before it when none.
+    pub window: Option<usize>,
+    /// Multiplies q · k; positive.
+    pub scale: f32,
+    /// `cap(x) = softcap tanh(x / softcap)`; positive. No cap when none.
+    pub softcap: Option<f32>,
+}
+
+/// Most tokens of a sequence: positions and the tile after them are 32-bit integers with sign.
+const MAX_TOKENS: usize = (1 << 31) - (1 << 10);
+
+/// Rows and addresses are multiples of so many elements: 16 bytes.
+const ALIGNMENT: usize = 8;
+
+/// What a kernel is told, checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    n_tokens: u32,
+    n_heads: u32,
+    /// Heads that share keys and values.
+    group: u32,
+    head_dim: u32,
+    /// 0 for none.
+    window: u32,
+    out_stride: u32,
+}
+
+impl Device {
+    /// Begins attention in the compute queue: `out`, `[tokens, n_heads head_dim]`, whose rows lie `stride` elements apart.
+    ///
+    /// # Errors
+    /// `NotForDevice`, `HeadDim` where no kernel serves it, `Length` when an operand is too short, `TooLarge`,
+    /// `Library` without the compiler, `Compile`, `Driver`.
+    ///
+    /// # Panics
+    /// When widths are no whole heads, groups are uneven, numbers of tokens differ, rows do not begin at multiples of 16 bytes, or
+    /// window, scale or softcap are not positive: the caller's invariants.
+    pub fn attention(&self, attention: &Attention<'_>, out: &mut ViewMut<'_, bf16>, stride: usize) -> Result<()> {
+        let shape = attention.shape(out, stride)?;
+        if shape.n_tokens == 0 {
+            return Ok(());
+        }
+        hopper::launch(self, attention, &shape, out)
+    }
+}
+
+impl Attention<'_> {
+    /// The shape of a call, once everything is checked.
+    fn shape(&self, out: &ViewMut<'_, bf16>, stride: usize) -> Result<Shape> {
+        let (n_tokens, head_dim) = (self.q.n_rows, self.head_dim);
+        assert!(head_dim > 0 && [self.q, self.k].iter().all(|x| x.width % head_dim == 0), "whole heads");
+        let (n_heads, n_kv_heads) = (self.q.width / head_dim, self.k.width / head_dim);
+        assert!(n_kv_heads > 0 && n_heads % n_kv_heads == 0, "{n_heads} heads over {n_kv_heads}");
+        assert!(self.k.n_rows == n_tokens && self.v.n_rows == n_tokens && self.v.width == self.k.width, "one shape");
+        assert!(self.scale > 0.0 && self.softcap.is_none_or(|cap| cap > 0.0), "positive factors");
+        assert!(self.window != Some(0), "a query reads itself");
+        let target = Matrix { view: out.as_view(), n_rows: n_tokens, width: self.q.width, stride };
+        for (what, operand) in [("queries", self.q), ("keys", self.k), ("values", self.v), ("outputs", target)] {
+            check(what, &operand)?;
+        }
+        let window = self.window.filter(|&window| window < n_tokens).unwrap_or(0);
+        let small = |what, n: usize| u32::try_from(n).map_err(|_| GpuError::TooLarge { what, count: n });
+        Ok(Shape {
+            n_tokens: small("tokens", n_tokens)?,
+            n_heads: small("heads", n_heads)?,
+            group: small("heads of a group", n_heads / n_kv_heads)?,
+            head_dim: small("a head's coordinates", head_dim)?,
+            window: small("a window", window)?,
+            out_stride: small("a row of outputs", stride)?,
+        })
+    }
+}
+
+/// Length and alignment of one operand.
+fn check(what: &'static str, operand: &Matrix<'_, bf16>) -> Result<()> {
+    let Matrix { view, n_rows, width, stride } = *operand;
+    assert!(stride >= width && stride % ALIGNMENT == 0, "{what}: a stride of {stride} for rows of {width}");
+    assert!(view.address() % (ALIGNMENT * size_of::<bf16>()) as u64 == 0, "{what}: begin at a multiple of 16 bytes");
+    if n_rows > MAX_TOKENS {
+        return Err(GpuError::TooLarge { what: "tokens", count: n_rows });
+    }
+    let needed = match n_rows {
+        0 => 0,
+        n => stride.checked_mul(n - 1).and_then(|last| last.checked_add(width)).unwrap_or(usize::MAX),
+    };
+    if view.len() < needed {
+        return Err(GpuError::Length { what, expected: needed, found: view.len() });
+    }
+    Ok(())
+}
