@@ -1,4 +1,5 @@
-// Device helpers shared by the kernels: integer types, bf16 <-> f32, 16-byte accesses, reductions, `mma.sync`, `ldmatrix`, `cp.async`.
+// Device helpers shared by the kernels: integer types, bf16 <-> f32, 16-byte accesses, reductions, `mma.sync`, `ldmatrix`,
+// `cp.async`.
 //
 // Header-free: NVRTC compiles it with no toolkit on the machine. The loader splices this file in place of the line
 // `#include "common.cuh"`; it defines device functions only, no kernel. Everything here runs on compute capability 8.0 and later.
@@ -54,7 +55,8 @@ __device__ __forceinline__ void unpack_bf16x8(const uint4& v, float (&out)[8]) {
 
 // Eight f32 rounded to a 16-byte vector of bf16.
 __device__ __forceinline__ uint4 pack_bf16x8(const float (&v)[8]) {
-    return make_uint4(f32_to_bf16x2(v[0], v[1]), f32_to_bf16x2(v[2], v[3]), f32_to_bf16x2(v[4], v[5]), f32_to_bf16x2(v[6], v[7]));
+    return make_uint4(f32_to_bf16x2(v[0], v[1]), f32_to_bf16x2(v[2], v[3]), f32_to_bf16x2(v[4], v[5]),
+                      f32_to_bf16x2(v[6], v[7]));
 }
 
 // ---- 16-byte accesses (addresses are multiples of 16) --------------------------------------------------------------------
@@ -66,8 +68,50 @@ __device__ __forceinline__ void store16(void* p, const uint4& v) { *static_cast<
 // Read-only data used once: the read-only path, not kept in L1. The kernel must not write what it reads through this.
 __device__ __forceinline__ uint4 load16_once(const void* p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
+}
+
+// ---- activations: bf16, or f32 where a source is compiled with -DACT_F32 -------------------------------------------------
+
+#ifdef ACT_F32
+using Act = float;
+#else
+using Act = u16;
+#endif
+
+// Activations in a 16-byte vector.
+[[maybe_unused]] constexpr u32 ACT_VEC = 16 / sizeof(Act);
+
+__device__ __forceinline__ float to_f32(float value) { return value; }
+__device__ __forceinline__ float to_f32(u16 bits) { return bf16_to_f32(bits); }
+
+// Rounds to the type of `out`.
+__device__ __forceinline__ void store_f32(float* out, float value) { *out = value; }
+__device__ __forceinline__ void store_f32(u16* out, float value) { *out = f32_to_bf16(value); }
+
+// A 16-byte vector of f32 or of bf16, widened.
+__device__ __forceinline__ void unpack(const uint4& v, float (&out)[8]) { unpack_bf16x8(v, out); }
+__device__ __forceinline__ void unpack(const uint4& v, float (&out)[4]) {
+    out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y), out[2] = __uint_as_float(v.z), out[3] = __uint_as_float(v.w);
+}
+
+__device__ __forceinline__ uint4 pack(const float (&v)[8]) { return pack_bf16x8(v); }
+__device__ __forceinline__ uint4 pack(const float (&v)[4]) {
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+}
+
+// N consecutive f32, N a multiple of 4, `p` a multiple of 16 bytes.
+template <u32 N>
+__device__ __forceinline__ void load_f32(const float* p, float (&out)[N]) {
+    static_assert(N % 4 == 0, "16-byte vectors");
+#pragma unroll
+    for (u32 i = 0; i < N; i += 4) {
+        const float4 v = *reinterpret_cast<const float4*>(p + i);
+        out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
+    }
 }
 
 // ---- reductions: fixed order, so the same inputs give the same bits ------------------------------------------------------
@@ -144,19 +188,26 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&out)[4], u32 row_ad
 
 // Two 8x8 matrices; lanes 0 to 15 give the row addresses.
 __device__ __forceinline__ void ldmatrix_x2(u32 (&out)[2], u32 row_address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(row_address) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(row_address)
+                 : "memory");
 }
 
 // As `ldmatrix_x2`, each 8x8 matrix transposed on the way.
 __device__ __forceinline__ void ldmatrix_x2_transposed(u32 (&out)[2], u32 row_address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(row_address) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(row_address)
+                 : "memory");
 }
 
 // D += A B for A [16, 16] row-major, B [16, 8] column-major, both bf16, and D [16, 8] f32. With g = lane / 4 and c = 2 (lane % 4):
 // a = A[g][c..], A[g + 8][c..], A[g][c + 8..], A[g + 8][c + 8..]; b = B[c..][g], B[c + 8..][g];
 // d = D[g][c], D[g][c + 1], D[g + 8][c], D[g + 8][c + 1].
 __device__ __forceinline__ void mma_bf16_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -16,6 +16,7 @@ use crate::error::{GpuError, Result};
 pub trait Element: Pod + Send + Sync + fmt::Debug {}
 
 impl Element for half::bf16 {}
+impl Element for half::f16 {}
 impl Element for f32 {}
 impl Element for f64 {}
 impl Element for u8 {}

@@ -115,6 +115,16 @@ pub enum GpuError {
         /// Elements given.
         found: usize,
     },
+    /// An operand does not lie in memory as a kernel needs it.
+    #[error("{what}: expected {expected}, found {found}")]
+    Layout {
+        /// The operand.
+        what: &'static str,
+        /// What the kernel takes.
+        expected: String,
+        /// What it was given.
+        found: usize,
+    },
     /// A size that no device holds.
     #[error("{what}: {count} elements are too many")]
     TooLarge {

@@ -7,11 +7,11 @@ use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule, CUresult};
 
-use crate::attention;
 use crate::compiler::{Job, Target};
 use crate::device::Device;
 use crate::driver::{self, check};
 use crate::error::{GpuError, Result};
+use crate::{attention, convert, elementwise, gram, norm, rope, sums, transform_heads};
 
 /// One file of `kernels/`.
 #[derive(Debug)]
@@ -66,7 +66,18 @@ pub const EVERYWHERE: &[Architecture] =
     &[Architecture::Sm80, Architecture::Sm89, Architecture::Sm90a, Architecture::Sm100];
 
 /// Every kernel file, by name.
-pub static KERNELS: &[&KernelFile] = &[&attention::hopper::FILE];
+pub static KERNELS: &[&KernelFile] = &[
+    &attention::hopper::FILE,
+    &convert::FILE,
+    &elementwise::FILE,
+    &gram::FILE,
+    &gram::WIDE_FILE,
+    &norm::FILE,
+    &rope::FILE,
+    &sums::FILE,
+    &transform_heads::FILE,
+    &transform_heads::F32_FILE,
+];
 
 impl KernelFile {
     /// Whether it runs on a device.

@@ -19,11 +19,19 @@
 
 pub mod attention;
 pub mod compiler;
+pub mod convert;
+pub mod elementwise;
+pub mod gram;
 pub mod kernels;
 pub mod launch;
 pub mod libraries;
 pub mod matmul;
+pub mod norm;
+pub mod operand;
 pub mod pool;
+pub mod rope;
+pub mod sums;
+pub mod transform_heads;
 
 mod buffer;
 mod device;

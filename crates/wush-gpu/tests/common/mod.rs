@@ -9,7 +9,8 @@
 use std::io::Write;
 
 use half::bf16;
-use wush_gpu::Device;
+use wush_gpu::operand::Activation;
+use wush_gpu::{Buffer, Device, Element};
 
 /// The first GPU; without one, a line on stderr that the harness does not swallow, and none.
 pub fn device(test: &str) -> Option<Device> {
@@ -62,4 +63,77 @@ pub fn relative_error(found: impl IntoIterator<Item = f64>, exact: &[f64]) -> f6
     }
     assert_eq!(n, exact.len(), "as many results as the reference has");
     (difference / norm).sqrt()
+}
+
+/// Activations that a test body runs on.
+pub trait Real: Activation + PartialEq {
+    /// The largest relative error of one rounding to it.
+    const ROUNDING: f64;
+    /// ‖found − exact‖ / ‖exact‖ of results that are rounded once. bf16 numbers in 1..2 lie 2⁻⁷ apart: an error of 2⁻⁷ / √12 over
+    /// numbers of root mean square √(7/3) is 1.5e-3, and 2⁻⁹ leaves room for short rows. f32 adds sums of squares of up to 32 terms a thread and 12 more across threads, halved
+    /// by the root, and a root and a quotient: 26 · 2⁻²⁴.
+    const REL_TOL: f64;
+
+    /// Rounded.
+    fn narrow(value: f32) -> Self;
+
+    /// Exactly.
+    fn wide(self) -> f64;
+
+    /// Asserts that results agree.
+    fn close(what: &str, found: Vec<f64>, exact: &[f64]) {
+        let error = relative_error(found, exact);
+        assert!(error <= Self::REL_TOL, "{what} of {}: {error:e}", std::any::type_name::<Self>());
+    }
+}
+
+impl Real for bf16 {
+    const ROUNDING: f64 = 1.0 / (1 << 8) as f64;
+    const REL_TOL: f64 = 1.0 / (1 << 9) as f64;
+
+    fn narrow(value: f32) -> Self {
+        bf16::from_f32(value)
+    }
+
+    fn wide(self) -> f64 {
+        self.to_f64()
+    }
+}
+
+impl Real for f32 {
+    const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
+    const REL_TOL: f64 = 26.0 / (1 << 24) as f64;
+
+    fn narrow(value: f32) -> Self {
+        value
+    }
+
+    fn wide(self) -> f64 {
+        self.into()
+    }
+}
+
+/// As [`random`], rounded to the type.
+pub fn real<T: Real>(seed: u64, len: usize) -> Vec<T> {
+    random(seed, len).into_iter().map(T::narrow).collect()
+}
+
+/// Exactly widened.
+pub fn wide<T: Real>(x: &[T]) -> Vec<f64> {
+    x.iter().map(|x| x.wide()).collect()
+}
+
+/// Columns `range` of rows that are `stride` long.
+pub fn columns<T: Copy>(x: &[T], stride: usize, range: std::ops::Range<usize>) -> Vec<T> {
+    x.chunks(stride).flat_map(|row| row[range.clone()].to_vec()).collect()
+}
+
+/// On the device.
+pub fn uploaded<T: Element>(device: &Device, data: &[T]) -> Buffer<T> {
+    device.upload(data).expect("uploaded")
+}
+
+/// A buffer of NaN: what a kernel leaves out shows.
+pub fn poisoned<T: Element>(device: &Device, len: usize) -> Buffer<T> {
+    device.filled(len, 0xff).expect("filled")
 }
