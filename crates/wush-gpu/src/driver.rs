@@ -74,7 +74,7 @@ pub fn init() -> Result<()> {
 /// The newest CUDA that the driver serves, as (13, 0).
 ///
 /// # Errors
-/// As [`init`].
+/// `Library` without a driver, `Driver`.
 pub fn version() -> Result<(u32, u32)> {
     libraries::DRIVER.require()?;
     let mut version: c_int = 0;
@@ -87,7 +87,7 @@ pub fn version() -> Result<(u32, u32)> {
 /// Every device that the driver shows, too old ones among them.
 ///
 /// # Errors
-/// As [`init`].
+/// `Library` without a driver, `NoDevice`, `Driver`.
 pub fn devices() -> Result<Vec<DeviceInfo>> {
     init()?;
     let mut count: c_int = 0;
