@@ -150,6 +150,70 @@ fn a_bundle_is_evaluated_with_all_that_it_holds() {
     assert_eq!(bundle["calibration"]["max_seq_len"], 512);
 }
 
+/// The manifest's errors decide, an average is kept, and the modules' errors fall: below uniform bits of the same average, too.
+#[test]
+fn bits_are_allotted_by_what_convert_measured() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let fixed = args([&"convert", &model(), &"--calib", &text(), &"--out", &"b"]);
+    program.ok(&[fixed, owned(&["--sequences", "16", "--seq-len", "512"])].concat());
+    let fixed = args([&"eval", &"recon", &"b", &"--text", &text(), &"--format", &"json"]);
+    let found =
+        program.ok(&[fixed, owned(&WINDOWS), owned(&["--bits", "2,auto:2.25,auto:3,3,auto:4"])].concat()).json();
+    assert_schema("eval-recon", &found);
+    let rows = found["rows"].as_array().expect("rows");
+    let average = |row: &Value| row["bits"].as_f64().expect("a number");
+    let averages: Vec<f64> = rows.iter().map(average).collect();
+    assert_eq!(averages, [2.0, 2.25, 3.0, 3.0, 4.0], "{found}");
+    let manifest = fs::read(scratch.join("b/wush/manifest.json")).expect("written");
+    let manifest: Value = serde_json::from_slice(&manifest).expect("JSON");
+    let measured = manifest["sensitivity"]["layers"].as_array().expect("measured");
+    let of = |layer: usize, side: &str| measured[layer][side].as_f64().expect("a number");
+    let allotment = rows[1]["allotment"].as_array().expect("allotted");
+    assert_eq!((allotment.len(), rows[0].get("allotment")), (measured.len(), None));
+    // One bit more is worth the same part of an error everywhere: whoever has three had the larger error.
+    let sides = |bits: u64| {
+        let each =
+            allotment.iter().enumerate().flat_map(|(at, layer)| ["keys", "values"].map(|side| (at, side, layer)));
+        each.filter(move |(_, side, layer)| layer[side] == bits).map(|(at, side, _)| of(at, side)).collect::<Vec<f64>>()
+    };
+    let (two, three) = (sides(2), sides(3));
+    assert!(!three.is_empty() && two.iter().all(|error| three.iter().all(|more| more >= error)), "{two:?} {three:?}");
+    let sum = |row: usize| {
+        let layers = rows[row]["layers"].as_array().expect("layers");
+        layers.iter().flat_map(|layer| ["keys", "values"].map(|side| layer[side].as_f64())).flatten().sum::<f64>()
+    };
+    assert!(sum(1) < sum(0) && sum(2) < sum(3) && sum(4) < sum(2), "{found}");
+}
+
+/// Without a bundle, the modules are measured on the calibration text, and only there.
+#[test]
+fn bits_are_allotted_by_calibration_text_or_not_at_all() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let calibration = calibration();
+    let calibration: Vec<&str> = calibration.iter().map(String::as_str).collect();
+    let auto = ["--bits", "auto:2.5", "--transform", "wush"];
+    let found = report(&program, &on_model(), &[&calibration, &auto[..]].concat());
+    assert_eq!(found["rows"][1]["bits"], 2.5, "{found}");
+    let table = program.ok(&[
+        args([&"eval", &"ppl", &model(), &"--text", &text()]),
+        owned(&WINDOWS),
+        owned(&calibration),
+        owned(&auto),
+    ]
+    .concat());
+    assert!(table.stdout.contains("wush, 2.5 bits: keys 3 bits in layers "), "{table:?}");
+    program.ok(&on_demo("calibrate", &["--out", "s.safetensors"]));
+    let refused = evaluate(&program, &on_model(), &[&auto[..], &["--stats", "s.safetensors"]].concat());
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("found auto for wush, of which nothing is measured"), "{refused:?}");
+    for wrong in ["auto", "auto:1.9", "auto:5", "auto:x"] {
+        let refused = evaluate(&program, &on_model(), &["--bits", wrong, "--transform", "hadamard"]);
+        assert!(refused.stderr.contains(&format!("invalid value '{wrong}' for '--bits <LIST>'")), "{refused:?}");
+    }
+}
+
 #[test]
 fn a_bundle_takes_no_other_transforms() {
     let scratch = Scratch::new();

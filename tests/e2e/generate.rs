@@ -83,6 +83,14 @@ fn a_bundle_is_used_with_its_own_transforms_at_every_width() {
     let eight = of(&bundle, Some("8"));
     assert_eq!(text(&eight)[..8], text(&exact)[..8], "8 bits change little: {eight} {exact}");
     assert_eq!(of(&bundle, None)["cache"]["bits"], 2);
+    let allotted = of(&bundle, Some("auto:2.5"));
+    assert_eq!(
+        (&allotted["cache"]["bits"], allotted["cache"]["allotment"].as_array().map(Vec::len)),
+        (&json!(2.5), Some(6))
+    );
+    let bytes = |report: &Value| report["cache"]["bytes"].as_u64().expect("bytes");
+    let (two, three) = (of(&bundle, Some("2")), of(&bundle, Some("3")));
+    assert!(bytes(&two) < bytes(&allotted) && bytes(&allotted) < bytes(&three), "{allotted}");
     let (first, again) = (of(&bundle, Some("2")), of(&bundle, Some("2")));
     assert_eq!(without_times(again, &first), first);
 
@@ -204,6 +212,7 @@ fn what_cannot_be_continued_is_refused_by_name() {
     refused(&["--prompt", ""], "the prompt is empty");
     refused(&["--prompt", "a", "--kv-bits", "5"], "invalid value '5' for '--kv-bits <BITS>'");
     refused(&["--prompt", "a", "--kv-bits", "1"], "invalid value '1' for '--kv-bits <BITS>'");
+    refused(&["--prompt", "a", "--kv-bits", "auto:2.5"], "--kv-bits: expected auto:AVERAGE with a bundle");
     refused(&["--prompt", "a", "--chat", "always"], "has no chat template");
     refused(&["--prompt", "a", "--top-k", "3"], "--temperature: expected a number above 0 with --top-k or --top-p");
     refused(&["--prompt", "a", "--temperature", "-1"], "temperature: expected a finite number, 0 or above, found -1");

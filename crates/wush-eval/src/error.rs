@@ -33,6 +33,18 @@ pub enum EvalError {
         /// Number of values given.
         found: usize,
     },
+    /// Bits cannot have this average.
+    #[error("an average of {found} bits: it is a number from 2 to 4")]
+    Average {
+        /// As asked for.
+        found: f64,
+    },
+    /// An error to allot bits by that is none.
+    #[error("layer {layer}: its module's measured error is no squared error")]
+    Sensitivity {
+        /// Global layer id.
+        layer: usize,
+    },
     /// No token to score.
     #[error("nothing to score: every sequence has fewer than two tokens")]
     NothingToScore,
@@ -46,6 +58,8 @@ impl EvalError {
             Self::Quant(error) => error.hint().map(str::to_owned),
             Self::Plot(_) => None,
             Self::Shape { .. } => Some("solve the transforms on statistics of this model".to_owned()),
+            Self::Average { .. } => Some("such as auto:2.25".to_owned()),
+            Self::Sensitivity { .. } => Some("the manifest is damaged: convert the checkpoint again".to_owned()),
             Self::NothingToScore => Some("pass a longer text or a smaller --seq-len".to_owned()),
         }
     }

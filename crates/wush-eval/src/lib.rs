@@ -4,6 +4,7 @@
 //! sequences pass through a layer at once ([`cache`]): their keys and values are packed and unpacked with the runtime's
 //! codec, and every chunk of queries reads packed and exact tokens as Algorithm 2 has them at that moment.
 
+pub mod allot;
 pub mod cache;
 pub mod perplexity;
 pub mod plot;

@@ -46,6 +46,9 @@ pub struct Manifest {
     pub fold: FoldReport,
     /// Both checkpoints on the same text; none when it was skipped.
     pub equivalence: Option<Equivalence>,
+    /// What quantization does to each attention module; absent when the check was skipped, and in bundles of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sensitivity: Option<Sensitivity>,
     /// Every file of the bundle but this manifest, sorted by path.
     pub files: Vec<FileEntry>,
 }
@@ -258,6 +261,31 @@ pub struct Equivalence {
     pub passed: bool,
 }
 
+/// What quantizing the keys or the values of one attention module alone does to its output, on the text of the equivalence
+/// check: what bits are allotted by.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Sensitivity {
+    /// The quantizer.
+    pub quantizer: String,
+    /// Bits of a code.
+    pub bits: u8,
+    /// Positions measured.
+    pub tokens: u64,
+    /// One entry a layer, in layer order.
+    pub layers: Vec<ModuleError>,
+}
+
+/// ‖Ô − O‖² / ‖O‖² of one attention module's output O after its projection (Section 5.1), summed over positions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModuleError {
+    /// Keys quantized, values exact.
+    pub keys: f64,
+    /// Values quantized, keys exact.
+    pub values: f64,
+}
+
 impl Manifest {
     /// Reads and validates a manifest (known version, sorted lists, paths that stay inside the bundle).
     ///
@@ -304,6 +332,7 @@ impl Manifest {
         if self.files.iter().any(|file| file.path == own) {
             return Err(format!("files: lists {own} itself"));
         }
+        self.sensitivity.iter().try_for_each(|sensitivity| check_sensitivity(sensitivity, self.layers.len()))?;
         let ids: Vec<_> = self.layers.iter().map(|layer| layer.layer).collect();
         if let Some(pair) = ids.windows(2).find(|pair| pair[0] >= pair[1]) {
             return Err(format!("layers: expected rising layer ids, found {} before {}", pair[0], pair[1]));
@@ -324,6 +353,22 @@ impl Manifest {
 #[derive(Deserialize)]
 struct Versioned {
     format_version: u32,
+}
+
+/// One entry a layer, each a relative squared error; without a solver's report the manifest does not know how many.
+fn check_sensitivity(sensitivity: &Sensitivity, n_layers: usize) -> Result<(), String> {
+    let Sensitivity { tokens, layers, .. } = sensitivity;
+    if (n_layers > 0 && layers.len() != n_layers) || *tokens == 0 {
+        let found = layers.len();
+        return Err(format!(
+            "sensitivity: expected {n_layers} layers and some tokens, found {found} layers, {tokens} tokens"
+        ));
+    }
+    let is_error = |error: f64| error.is_finite() && error >= 0.0;
+    match layers.iter().position(|layer| !is_error(layer.keys) || !is_error(layer.values)) {
+        Some(at) => Err(format!("sensitivity: entry {at} is no pair of squared errors: {:?}", layers[at])),
+        None => Ok(()),
+    }
 }
 
 /// Rising, and heads of the layer.

@@ -9,7 +9,8 @@ use wush_format::FormatError;
 use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback, ValueLayer, ValueSidecar};
 use wush_format::hash::Sha;
 use wush_format::manifest::{
-    Basis, Calibration, FileEntry, FoldReport, HeadReport, LayerReport, Manifest, Solve, Source, Status, is_inside,
+    Basis, Calibration, FileEntry, FoldReport, HeadReport, LayerReport, Manifest, ModuleError, Sensitivity, Solve,
+    Source, Status, is_inside,
 };
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
@@ -92,6 +93,7 @@ fn manifest() -> Manifest {
         layers: vec![layer_report(0), layer_report(1)],
         fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 1 },
         equivalence: None,
+        sensitivity: None,
         files: vec![file_entry("config.json"), file_entry("wush/README.md")],
     }
 }
@@ -155,6 +157,24 @@ fn a_manifest_with_unsorted_repeated_or_escaping_entries_is_refused() {
     let mut m = manifest();
     m.fold.max_rel_error = f64::NAN;
     assert!(invalid(&m).contains("expected f64"));
+}
+
+/// Bits are allotted by it, so it is as long as the model, and holds errors.
+#[test]
+fn a_manifest_with_other_sensitivities_than_its_layers_is_refused() {
+    let measured = |layers: &[[f64; 2]], tokens| {
+        let layers = layers.iter().map(|&[keys, values]| ModuleError { keys, values }).collect();
+        Manifest {
+            sensitivity: Some(Sensitivity { quantizer: "quest".to_owned(), bits: 2, tokens, layers }),
+            ..manifest()
+        }
+    };
+    let good = measured(&[[0.0, 0.5], [1e-3, 2.0]], 64);
+    let json = serde_json::to_vec(&good).expect("serializes");
+    assert_eq!(Manifest::parse(Path::new("manifest.json"), &json).expect("valid"), good);
+    assert!(invalid(&measured(&[[0.1, 0.1]], 64)).contains("sensitivity: expected 2 layers and some tokens, found 1"));
+    assert!(invalid(&measured(&[[0.1, 0.1], [0.1, 0.1]], 0)).contains("found 2 layers, 0 tokens"));
+    assert!(invalid(&measured(&[[0.1, 0.1], [0.1, -0.1]], 64)).contains("entry 1 is no pair of squared errors"));
 }
 
 #[test]

@@ -1,21 +1,19 @@
 //! The cache of a model: every layer's attention as the runtime is told of it, and what a sequence takes in it.
 
 use wush_model::spec::{AttentionSpec, LayerSpec, ModelSpec};
-use wush_quant::{Codec, Method, Role, ScaleDtype};
+use wush_quant::{Codec, LayerBits, Method, Role, ScaleDtype};
 use wush_runtime::{CacheConfig, FullDtype, LayerConfig, Precision, RuntimeError, Windows};
 
-use crate::Result;
+use crate::{GenerateError, Result};
 
-/// Bits of what is not quantized.
-const FULL_BITS: u8 = 16;
 /// Tokens of a page: the least that attention reads fast. One sequence shares nothing, and its last page is half empty.
 const PAGE_TOKENS: usize = 64;
 
 /// How keys and values are kept.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CacheSettings {
-    /// 2, 3, 4 or 8; 16 quantizes nothing.
-    pub bits: u8,
+    /// One entry a layer; none where nothing is quantized.
+    pub bits: Option<Vec<LayerBits>>,
     /// The quantizer.
     pub quantizer: Method,
     /// Tokens in full precision.
@@ -25,23 +23,40 @@ pub struct CacheSettings {
 impl CacheSettings {
     /// Whether anything is quantized.
     pub fn quantizes(&self) -> bool {
-        self.bits != FULL_BITS
+        self.bits.is_some()
     }
 
     /// The cache of a model. Full precision is f32, the type of the arithmetic, where nothing is quantized, so that nothing
     /// is rounded, and BF16 in the windows of a quantized cache, as a server has them.
     ///
     /// # Errors
-    /// `Cache` for bits or a quantizer's parameter out of range.
+    /// `Cache` for a quantizer's parameter out of range, or bits of another number of layers.
     pub fn config(&self, spec: &ModelSpec) -> Result<CacheConfig> {
-        let stored = |role| Precision::new(self.bits, &self.quantizer, role, ScaleDtype::Bf16);
-        let (keys, values) = (stored(Role::Key)?, stored(Role::Value)?);
-        let layers = spec.layers.iter().map(|layer| layer_config(&layer.attn, keys, values)).collect();
+        let layers: Result<Vec<LayerConfig>> = match &self.bits {
+            None => Ok(spec
+                .layers
+                .iter()
+                .map(|layer| layer_config(&layer.attn, Precision::Full, Precision::Full))
+                .collect()),
+            Some(bits) if bits.len() == spec.layers.len() => {
+                spec.layers.iter().zip(bits).map(|(layer, &bits)| self.packed(&layer.attn, bits)).collect()
+            }
+            Some(bits) => Err(GenerateError::Setting {
+                setting: "bits",
+                expected: "one entry a layer",
+                found: format!("{} for {} layers", bits.len(), spec.layers.len()),
+            }),
+        };
         let full = if self.quantizes() { FullDtype::Bf16 } else { FullDtype::F32 };
-        let config = CacheConfig::new(layers);
+        let config = CacheConfig::new(layers?);
         let config = CacheConfig { windows: self.windows, full, page_tokens: PAGE_TOKENS, rewind: 0, ..config };
         config.check()?;
         Ok(config)
+    }
+
+    fn packed(&self, attn: &AttentionSpec, bits: LayerBits) -> Result<LayerConfig> {
+        let stored = |role| Precision::new(bits.of(role).get(), &self.quantizer, role, ScaleDtype::Bf16);
+        Ok(layer_config(attn, stored(Role::Key)?, stored(Role::Value)?))
     }
 }
 

@@ -14,6 +14,7 @@ use wush_model::cpu::{Cpu, Stored};
 use wush_model::decoder::Decoder;
 use wush_model::resident::Resident;
 use wush_model::spec::ModelSpec;
+use wush_quant::LayerBits;
 use wush_runtime::{KvCache, Windows};
 
 /// On a logit: two f32 forwards that sum in other orders, as in wush-model's tests against transformers.
@@ -31,12 +32,13 @@ fn open(dir: &Path) -> (Checkpoint, ModelSpec) {
     (checkpoint, spec)
 }
 
-fn settings(bits: u8) -> CacheSettings {
+fn settings(bits: u8, n_layers: usize) -> CacheSettings {
+    let bits = (bits != 16).then(|| vec![LayerBits::both(bits.try_into().expect("bits of a code")); n_layers]);
     CacheSettings { bits, quantizer: "quest".parse().expect("known"), windows: WINDOWS }
 }
 
 fn cache(spec: &ModelSpec, bits: u8) -> KvCache {
-    KvCache::new(settings(bits).config(spec).expect("in range")).expect("a cache")
+    KvCache::new(settings(bits, spec.layers.len()).config(spec).expect("in range")).expect("a cache")
 }
 
 /// Ids below 64, seeded.
@@ -115,7 +117,8 @@ fn every_width_is_nearer_the_more_bits_it_has_and_takes_what_was_planned() {
     let run = |bits: u8| {
         let mut session = Session::new(&resident, cache(&spec, bits), None, ids.len()).expect("a session");
         let logits = session.feed(&ids, 64, &Quiet).expect("fed");
-        let (bytes, config) = (session.memory().total() as u64, settings(bits).config(&spec).expect("in range"));
+        let (bytes, config) =
+            (session.memory().total() as u64, settings(bits, spec.layers.len()).config(&spec).expect("in range"));
         assert!(bytes <= most_bytes(&config, ids.len(), 64).expect("packed"), "{bits} bits: {bytes} bytes");
         (logits, bytes as f64 / bf16_bytes(&config, ids.len()) as f64)
     };

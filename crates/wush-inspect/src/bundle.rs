@@ -9,7 +9,7 @@ use wush_format::bundle::{
     KEY_TRANSFORMS, KeySidecar, MANIFEST, VALUE_FEEDBACK, VALUE_TRANSFORMS, ValueFeedback, ValueSidecar, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::{FileEntry, LayerReport, Manifest, Status};
+use wush_format::manifest::{FileEntry, LayerReport, Manifest, ModuleError, Sensitivity, Status};
 use wush_format::monitor::Monitor;
 use wush_model::arch;
 use wush_model::spec::ModelSpec;
@@ -149,6 +149,7 @@ fn check_manifest(
     if let Some(calibration) = &manifest.calibration {
         describe_calibration(report, calibration);
     }
+    manifest.sensitivity.iter().for_each(|sensitivity| describe_sensitivity(report, sensitivity));
     let fold = &manifest.fold;
     report.fact(
         "fold",
@@ -160,6 +161,25 @@ fn check_manifest(
         ),
     );
     Ok(())
+}
+
+/// What bits are allotted by: of which modules quantization asks most.
+fn describe_sensitivity(report: &mut Report, sensitivity: &Sensitivity) {
+    let Sensitivity { quantizer, bits, tokens, layers } = sensitivity;
+    let worst = |of: fn(&ModuleError) -> f64| {
+        let errors = layers.iter().map(of).enumerate();
+        errors
+            .max_by(|a, b| a.1.total_cmp(&b.1))
+            .map_or_else(String::new, |(layer, error)| format!("{} (layer {layer})", shown(error)))
+    };
+    report.fact(
+        "module errors",
+        format!(
+            "{quantizer} at {bits} bits on {tokens} tokens: at most {} with keys quantized, {} with values",
+            worst(|error| error.keys),
+            worst(|error| error.values)
+        ),
+    );
 }
 
 /// What the statistics came from, as facts, and the calibrated length.

@@ -12,7 +12,7 @@ use wush_format::bundle::{
 };
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{
-    Basis, Calibration, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Source, Status,
+    Basis, Calibration, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Sensitivity, Source, Status,
 };
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_model::arch::{self, RopeScaling};
@@ -25,6 +25,7 @@ use crate::notes;
 use crate::plan::FoldPlan;
 use crate::report::{ConvertReport, Gain, ModelInfo, Verdict, WrittenDir};
 use crate::request::Environment;
+use crate::sensitivity::measure;
 use crate::verify::{Check, Side, verify};
 use crate::{PipelineError, Result};
 
@@ -44,8 +45,11 @@ pub(crate) fn build(plan: FoldPlan, transforms: &Transforms, env: &Environment<'
     let folded =
         wush_fold::fold(&model.checkpoint, &model.spec, transforms, dir, plan.dtype, env.monitor).in_stage("fold")?;
     let sidecar = write_sidecars(dir, transforms, folded.folded_hash).in_stage("fold")?;
-    let equivalence = check_equivalence(&plan, dir, &sidecar, env).in_stage("verify")?;
-    let manifest = write_manifest(&plan, transforms, folded, equivalence, dir).in_stage("emit")?;
+    let checked = Checked {
+        equivalence: check_equivalence(&plan, dir, &sidecar, env).in_stage("verify")?,
+        sensitivity: sensitivity(&plan, transforms, env).in_stage("measure")?,
+    };
+    let manifest = write_manifest(&plan, transforms, folded, checked, dir).in_stage("emit")?;
     let target = match manifest.status {
         Status::Complete => plan.out.path.clone(),
         Status::Failed => plan.out.failed(),
@@ -148,14 +152,27 @@ fn check_equivalence(
     verify(&Cpu, source, bundle, sidecar, &check, env.monitor).map(Some)
 }
 
+/// What the text of the check gave; nothing where it was skipped.
+struct Checked {
+    equivalence: Option<Equivalence>,
+    sensitivity: Option<Sensitivity>,
+}
+
+/// What bits are allotted by, on the same text.
+fn sensitivity(plan: &FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<Option<Sensitivity>> {
+    let Ok(check) = &plan.verify else { return Ok(None) };
+    measure(&plan.model, transforms, &check.sequences, env.monitor).map(Some)
+}
+
 /// The model card, then the manifest, which lists every other file.
 fn write_manifest(
     plan: &FoldPlan,
     transforms: &Transforms,
     folded: FoldOutcome,
-    equivalence: Option<Equivalence>,
+    checked: Checked,
     dir: &Path,
 ) -> Result<Manifest> {
+    let Checked { equivalence, sensitivity } = checked;
     let passed = equivalence.as_ref().is_none_or(|equivalence| equivalence.passed);
     let mut manifest = Manifest {
         format_version: MANIFEST_VERSION,
@@ -178,6 +195,7 @@ fn write_manifest(
             worst_layer: folded.report.worst_layer,
         },
         equivalence,
+        sensitivity,
         files: folded.files,
     };
     let wush = dir.join(WUSH_DIR);

@@ -8,9 +8,9 @@ use wush_format::bundle::{
     FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::Calibration;
+use wush_format::manifest::{Calibration, Manifest, Sensitivity};
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
-use wush_quant::{Bits, Codec, Feedback, Method, Role, ScaleDtype};
+use wush_quant::{Codec, Feedback, LayerBits, Method, Role, ScaleDtype};
 use wush_runtime::KeyTransforms;
 use wush_stats::Statistics;
 
@@ -19,9 +19,11 @@ use crate::error::{InStage, STATISTICS};
 use crate::model::Model;
 use crate::paths::require_kind;
 use crate::plan::{
-    CalibrationPlan, DEFAULT_EVAL_TRANSFORMS, Purpose, SolvePlan, describe_calibration, describe_time, load_sequences,
+    CalibrationPlan, DEFAULT_EVAL_TRANSFORMS, DEFAULT_VERIFY_SEQUENCES, Purpose, SolvePlan, describe_calibration,
+    describe_time, load_sequences, starts,
 };
 use crate::request::{Environment, Gather, SolveSettings, StatisticsSource, TransformsRequest};
+use crate::sensitivity::measure;
 use crate::solve::{solve_statistics, solve_without_statistics};
 use crate::{PipelineError, Result};
 
@@ -104,11 +106,18 @@ impl Comparison {
         }
     }
 
-    /// Calibrates, once, if it must, and solves; `model_hash` is that of the model's weights.
+    /// Calibrates, once, if it must, and solves; `model_hash` is that of the model's weights. Where bits are to be allotted, also
+    /// measures the modules on the calibration text.
     ///
     /// # Errors
     /// `OtherWeights` for statistics or a sidecar of another model; `NotGathered`; `Solve`; `Interrupted`, and nothing is kept.
-    pub(crate) fn candidates(&self, model: &Model, model_hash: Sha, env: &Environment<'_>) -> Result<Vec<Candidate>> {
+    pub(crate) fn candidates(
+        &self,
+        model: &Model,
+        model_hash: Sha,
+        allots: bool,
+        env: &Environment<'_>,
+    ) -> Result<Vec<Candidate>> {
         let (plans, from) = match self {
             Self::Bundle => return Ok(vec![own(model, model_hash)?]),
             Self::Solve { plans, from } => (plans, from),
@@ -130,7 +139,15 @@ impl Comparison {
             };
             let transforms = transforms.in_stage("solve")?;
             let calibration = transforms.calibration.clone();
-            Ok(Candidate { name: plan.kind.name.to_owned(), calibration, source: Source::Solved(Box::new(transforms)) })
+            let sensitivity = match from {
+                Basis::Text(text) if allots => {
+                    let starts = starts(&text.sequences, DEFAULT_VERIFY_SEQUENCES);
+                    Some(measure(model, &transforms, &starts, env.monitor).in_stage("measure")?)
+                }
+                _ => None,
+            };
+            let name = plan.kind.name.to_owned();
+            Ok(Candidate { name, calibration, sensitivity, source: Source::Solved(Box::new(transforms)) })
         };
         plans.iter().map(candidate).collect()
     }
@@ -180,6 +197,8 @@ pub(crate) struct Candidate {
     pub(crate) name: String,
     /// What its statistics are over; none where it needed none.
     pub(crate) calibration: Option<Calibration>,
+    /// What bits are allotted by; none where nothing was measured.
+    pub(crate) sensitivity: Option<Sensitivity>,
     source: Source,
 }
 
@@ -201,23 +220,36 @@ impl Candidate {
         Method::for_encoder(has_feedback)
     }
 
-    /// Every layer's cache with this quantizer.
+    /// Every layer's cache with this quantizer; `bits` has one entry a layer.
     ///
     /// # Errors
     /// `Quant` for a parameter out of range or a matrix that is no feedback's.
-    pub(crate) fn layers(&self, quantizer: &Method, bits: Bits) -> Result<Vec<LayerCache>> {
-        let codec = |role: Role, dim: usize| -> Result<Codec> {
-            Ok(Codec::new(dim, quantizer.quantizer(bits, role, ScaleDtype::Bf16)?)?)
-        };
-        let layers: Vec<Result<LayerCache>> = match &self.source {
-            Source::Solved(transforms) => transforms.layers.values().map(|layer| solved(layer, &codec)).collect(),
+    pub(crate) fn layers(&self, quantizer: &Method, bits: &[LayerBits]) -> Result<Vec<LayerCache>> {
+        match &self.source {
+            Source::Solved(transforms) => solved_layers(transforms, quantizer, bits),
             Source::Bundle { keys, values } => {
                 let feedback = |id: &usize| values.as_ref().and_then(|values| values.layers.get(id));
-                keys.layers.iter().map(|(id, layer)| bundled(layer, feedback(id), &codec)).collect()
+                let layers = keys.layers.iter().zip(bits);
+                layers.map(|((id, layer), bits)| bundled(layer, feedback(id), &codecs(quantizer, bits))).collect()
             }
-        };
-        layers.into_iter().collect()
+        }
     }
+}
+
+/// Every layer's cache with solved transforms, which transform values, too; `bits` has one entry a layer.
+///
+/// # Errors
+/// As [`Candidate::layers`].
+pub(crate) fn solved_layers(
+    transforms: &Transforms,
+    quantizer: &Method,
+    bits: &[LayerBits],
+) -> Result<Vec<LayerCache>> {
+    transforms.layers.values().zip(bits).map(|(layer, bits)| solved(layer, &codecs(quantizer, bits))).collect()
+}
+
+fn codecs<'a>(quantizer: &'a Method, bits: &'a LayerBits) -> impl Fn(Role, usize) -> Result<Codec> + 'a {
+    move |role, dim| Ok(Codec::new(dim, quantizer.quantizer(bits.of(role), role, ScaleDtype::Bf16)?)?)
 }
 
 /// A codec for keys or values of a head dimension.
@@ -285,7 +317,7 @@ fn narrow(data: &[f64]) -> Vec<f32> {
 /// A bundle's own key transforms, mean keys and feedback.
 fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     let folder = model.dir().join(WUSH_DIR);
-    let calibration = model.bundle_manifest()?.calibration;
+    let Manifest { calibration, sensitivity, .. } = model.bundle_manifest()?;
     let keys = KeySidecar::load(&folder.join(KEY_TRANSFORMS))?;
     // As a server takes them: only if query is key^{-T}.
     KeyTransforms::from_sidecar(&folder.join(KEY_TRANSFORMS), &keys).map_err(wush_generate::GenerateError::from)?;
@@ -297,5 +329,5 @@ fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     };
     belongs(KEY_TRANSFORMS, keys.model_hash)?;
     values.iter().try_for_each(|values| belongs(VALUE_FEEDBACK, values.model_hash))?;
-    Ok(Candidate { name: OWN.to_owned(), calibration, source: Source::Bundle { keys, values } })
+    Ok(Candidate { name: OWN.to_owned(), calibration, sensitivity, source: Source::Bundle { keys, values } })
 }

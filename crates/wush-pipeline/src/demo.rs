@@ -13,9 +13,9 @@ use crate::plan::{DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCE
 use crate::report::{Again, DemoReport};
 use crate::request::{
     CalibrationRequest, Chat, ConvertRequest, DemoRequest, DeviceChoice, Environment, GenerateRequest, InspectRequest,
-    ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
+    KvBits, ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
 };
-use crate::{DEFAULT_BUNDLE_BITS, DEFAULT_CHUNK, PipelineError, Result, convert, generate, inspect};
+use crate::{DEFAULT_CHUNK, PipelineError, Result, convert, generate, inspect};
 
 /// The model inside the demo's directory.
 const MODEL: &str = "demo-model";
@@ -100,7 +100,7 @@ fn generate_request(model: &Path, bundle: &Path) -> Result<GenerateRequest> {
         model: ModelRequest { model: bundle.display().to_string(), device: DeviceChoice::Auto, rope_scaling: None },
         prompt: PromptSource::Text(text[..text.floor_char_boundary(PROMPT_BYTES)].to_owned()),
         chat: Chat::Auto,
-        kv_bits: Some(DEFAULT_BUNDLE_BITS),
+        kv_bits: Some(KvBits::OF_BUNDLE),
         quantizer: None,
         windows: Windows::STUDY,
         chunk: DEFAULT_CHUNK,

@@ -10,6 +10,7 @@ use wush_model::decoder::Decoder;
 
 use crate::error::InStage;
 use crate::evaluation::{Cell, Evaluation};
+use crate::human::human_bits;
 use crate::page::{perplexity_page, write_page};
 use crate::plan::n_tokens;
 use crate::report::{EvalPplReport, ModelInfo, PerplexityRow};
@@ -19,7 +20,7 @@ use crate::{PipelineError, Result};
 /// Name of the row without quantization.
 const UNQUANTIZED: &str = "none";
 /// Its bits.
-pub(crate) const UNQUANTIZED_BITS: u8 = 16;
+pub(crate) const UNQUANTIZED_BITS: f64 = 16.0;
 
 /// `wush eval ppl`: a text's perplexity without and with each cache.
 ///
@@ -31,7 +32,7 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
     let mut evaluation = Evaluation::begin(&request.eval, env)?;
     evaluation.notes.extend(little_quantized(request.protocol, evaluation.seq_len));
     evaluation.tell_notes(env);
-    let cells = evaluation.cells(&request.eval);
+    let cells = evaluation.cells(&request.eval)?;
     let rows = rows(&evaluation, &cells, request.protocol, env)?;
     let report = EvalPplReport {
         model: ModelInfo::new(&evaluation.model, evaluation.model_hash),
@@ -68,20 +69,27 @@ fn rows(
         env.monitor.note(&format!("row        {}", describe(&row)));
         rows.push(row);
     };
-    add(row(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED_BITS, score(&Exact)?));
+    add(unquantized(score(&Exact)?));
     for cell in cells {
         let score = score(&cell.cache(model, protocol)?)?;
-        add(row(&cell.candidate.name, &cell.quantizer.to_string(), cell.bits.get(), score));
+        add(PerplexityRow {
+            transform: cell.candidate.name.clone(),
+            quantizer: cell.quantizer.to_string(),
+            bits: cell.average_bits,
+            allotment: cell.allotment(),
+            ..unquantized(score)
+        });
     }
     env.monitor.end();
     Ok(rows)
 }
 
-fn row(transform: &str, quantizer: &str, bits: u8, score: Score) -> PerplexityRow {
+fn unquantized(score: Score) -> PerplexityRow {
     PerplexityRow {
-        transform: transform.to_owned(),
-        quantizer: quantizer.to_owned(),
-        bits,
+        transform: UNQUANTIZED.to_owned(),
+        quantizer: UNQUANTIZED.to_owned(),
+        bits: UNQUANTIZED_BITS,
+        allotment: Vec::new(),
         ppl: score.perplexity(),
         nll: score.nll,
         tokens: score.tokens,
@@ -91,6 +99,7 @@ fn row(transform: &str, quantizer: &str, bits: u8, score: Score) -> PerplexityRo
 /// As a long run tells it when it is done: a run that is stopped has said what it found.
 fn describe(row: &PerplexityRow) -> String {
     let PerplexityRow { transform, quantizer, bits, ppl, .. } = row;
+    let bits = human_bits(*bits);
     format!("{transform}, {quantizer}, {bits} bits: perplexity {ppl:.4}")
 }
 

@@ -5,15 +5,17 @@ use wush_eval::Protocol;
 use wush_eval::cache::QuantizedCache;
 use wush_format::hash::Sha;
 use wush_format::manifest::Calibration;
-use wush_quant::{Bits, Method};
+use wush_quant::{LayerBits, Method};
 
-use crate::Result;
 use crate::candidates::{Candidate, Comparison};
 use crate::model::Model;
 use crate::notes::too_little_text;
 use crate::paths::require_page;
 use crate::plan::{Purpose, describe_model, load_sequences, longest};
-use crate::request::{Environment, EvalRequest};
+use crate::report::AllottedBits;
+use crate::request::{CodeBits, Environment, EvalRequest};
+use crate::sensitivity::{allotted, average_bits, uniform};
+use crate::{PipelineError, Result};
 
 /// An evaluation that can run.
 pub(crate) struct Evaluation {
@@ -36,8 +38,12 @@ pub(crate) struct Cell<'a> {
     pub(crate) candidate: &'a Candidate,
     /// The quantizer.
     pub(crate) quantizer: Method,
-    /// Bits of a code.
-    pub(crate) bits: Bits,
+    /// Bits of every layer.
+    pub(crate) bits: Vec<LayerBits>,
+    /// Their average.
+    pub(crate) average_bits: f64,
+    /// Whether they were allotted.
+    is_allotted: bool,
 }
 
 impl Evaluation {
@@ -57,7 +63,8 @@ impl Evaluation {
         let comparison = Comparison::plan(&model, &request.transforms, seq_len, env)?;
         comparison.announce(&model, env);
         let model_hash = model.hash_weights()?;
-        let candidates = comparison.candidates(&model, model_hash, env)?;
+        let allots = request.bits.iter().any(|bits| matches!(bits, CodeBits::Auto(_)));
+        let candidates = comparison.candidates(&model, model_hash, allots, env)?;
         let notes = notes(&model, &candidates, seq_len);
         Ok(Self { model, model_hash, text, seq_len, notes, candidates })
     }
@@ -68,7 +75,10 @@ impl Evaluation {
     }
 
     /// Every cache to evaluate: transform by transform, quantizer by quantizer, bits by bits.
-    pub(crate) fn cells(&self, request: &EvalRequest) -> Vec<Cell<'_>> {
+    ///
+    /// # Errors
+    /// `Option` for bits to allot where nothing was measured.
+    pub(crate) fn cells(&self, request: &EvalRequest) -> Result<Vec<Cell<'_>>> {
         let of_candidate = |candidate: &'_ Candidate| match request.quantizers.is_empty() {
             true => vec![candidate.quantizer()],
             false => request.quantizers.clone(),
@@ -76,10 +86,23 @@ impl Evaluation {
         let mut cells = Vec::new();
         for candidate in &self.candidates {
             for quantizer in of_candidate(candidate) {
-                cells.extend(request.bits.iter().map(|&bits| Cell { candidate, quantizer, bits }));
+                for &bits in &request.bits {
+                    cells.push(self.cell(candidate, quantizer, bits)?);
+                }
             }
         }
-        cells
+        Ok(cells)
+    }
+
+    fn cell<'a>(&'a self, candidate: &'a Candidate, quantizer: Method, asked: CodeBits) -> Result<Cell<'a>> {
+        let spec = &self.model.spec;
+        let bits = match (asked, &candidate.sensitivity) {
+            (CodeBits::Same(bits), _) => uniform(spec, bits),
+            (CodeBits::Auto(average), Some(sensitivity)) => allotted(spec, sensitivity, average)?,
+            (CodeBits::Auto(_), None) => return Err(unmeasured(candidate)),
+        };
+        let (average_bits, is_allotted) = (average_bits(spec, &bits), matches!(asked, CodeBits::Auto(_)));
+        Ok(Cell { candidate, quantizer, bits, average_bits, is_allotted })
     }
 
     /// What the transforms were calibrated on; none where none needed it.
@@ -94,8 +117,24 @@ impl Cell<'_> {
     /// # Errors
     /// As `Candidate::layers`; a matrix that is not the model's.
     pub(crate) fn cache(&self, model: &Model, protocol: Protocol) -> Result<QuantizedCache> {
-        let layers = self.candidate.layers(&self.quantizer, self.bits)?;
+        let layers = self.candidate.layers(&self.quantizer, &self.bits)?;
         Ok(QuantizedCache::new(&model.spec, layers, protocol)?)
+    }
+
+    /// Bits layer by layer, where they were allotted.
+    pub(crate) fn allotment(&self) -> Vec<AllottedBits> {
+        if self.is_allotted { AllottedBits::list(&self.bits) } else { Vec::new() }
+    }
+}
+
+/// Bits cannot be allotted to this candidate.
+fn unmeasured(candidate: &Candidate) -> PipelineError {
+    PipelineError::Option {
+        option: "--bits",
+        expected: "auto:AVERAGE with what bits are allotted by: a bundle that `wush convert` measured (not with \
+                   --verify-sequences 0), or transforms made from text (--calib)"
+            .to_owned(),
+        found: format!("auto for {}, of which nothing is measured", candidate.name),
     }
 }
 

@@ -16,14 +16,16 @@ use wush_format::manifest::{Manifest, Status};
 use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
-use wush_quant::Method;
+use wush_quant::{LayerBits, Method};
 use wush_runtime::{CacheConfig, KeyTransforms, KvCache};
 
 use crate::error::InStage;
+use crate::eval::UNQUANTIZED_BITS;
 use crate::human::{counted, human_bytes};
 use crate::model::Model;
-use crate::report::{CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
-use crate::request::{Environment, GenerateRequest};
+use crate::report::{AllottedBits, CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
+use crate::request::{CodeBits, Environment, GenerateRequest, KvBits};
+use crate::sensitivity::{allotted, average_bits, uniform};
 use crate::{PipelineError, Result};
 use prompt::Prompt;
 
@@ -73,6 +75,8 @@ struct Plan<'a> {
     prompt: Prompt,
     /// Most tokens to generate.
     max_new: usize,
+    /// `--kv-bits`, or what stands for it.
+    asked: KvBits,
     settings: CacheSettings,
     config: CacheConfig,
     sampler: Sampler,
@@ -95,8 +99,9 @@ impl<'a> Plan<'a> {
         let sampler = Sampler::new(request.sampling)?;
         check_options(request)?;
         let manifest = model.checkpoint.is_bundle().then(|| model.bundle_manifest()).transpose()?;
-        let default_bits = if manifest.is_some() { DEFAULT_BUNDLE_BITS } else { DEFAULT_BITS };
-        let bits = request.kv_bits.unwrap_or(default_bits);
+        let default_bits = if manifest.is_some() { KvBits::OF_BUNDLE } else { KvBits::Full };
+        let asked = request.kv_bits.unwrap_or(default_bits);
+        let bits = bits_of(model, manifest.as_ref(), asked)?;
         let has_feedback = manifest.as_ref().is_some_and(|manifest| manifest.solve.feedback);
         let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
         let settings = CacheSettings { bits, quantizer, windows: request.windows };
@@ -111,7 +116,8 @@ impl<'a> Plan<'a> {
         let max_new = request.max_new_tokens.min(room + 1);
         let n_tokens = prompt.ids.len() + max_new - 1;
         let memory = GenerateMemory::new(model, &config, n_tokens, request.chunk)?;
-        let mut plan = Self { model, tokenizer, prompt, max_new, settings, config, sampler, memory, notes: Vec::new() };
+        let mut plan =
+            Self { model, tokenizer, prompt, max_new, asked, settings, config, sampler, memory, notes: Vec::new() };
         plan.notes = plan.notes(manifest.as_ref(), request.max_new_tokens, n_tokens);
         Ok(plan)
     }
@@ -135,7 +141,7 @@ impl<'a> Plan<'a> {
             notes.push(format!(
                 "a plain checkpoint has no key and value transforms: its cache is quantized to {} bits as it is. `wush convert` \
                  makes a bundle that has them",
-                self.settings.bits
+                self.asked
             ));
         }
         notes
@@ -224,8 +230,11 @@ impl<'a> Plan<'a> {
     fn cache_use(&self, session: &Session<'_>) -> CacheUse {
         let (memory, windows) = (session.memory(), self.config.windows);
         let bf16_bytes = bf16_bytes(&self.config, session.n_tokens());
+        let bits = self.settings.bits.as_deref();
+        let is_allotted = matches!(self.asked, KvBits::Codes(CodeBits::Auto(_)));
         CacheUse {
-            bits: self.settings.bits,
+            bits: bits.map_or(UNQUANTIZED_BITS, |bits| average_bits(&self.model.spec, bits)),
+            allotment: bits.filter(|_| is_allotted).map_or_else(Vec::new, AllottedBits::list),
             quantizer: self.settings.quantizes().then(|| self.settings.quantizer.to_string()),
             transforms: session.is_transformed(),
             sink: windows.sink,
@@ -240,14 +249,28 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// `--kv-bits` of a bundle.
-pub const DEFAULT_BUNDLE_BITS: u8 = 2;
-/// `--kv-bits` of a checkpoint, which has no transforms.
-pub const DEFAULT_BITS: u8 = 16;
 /// `--max-new-tokens`.
 pub const DEFAULT_MAX_NEW_TOKENS: usize = 256;
 /// `--chunk`: long enough that widening the weights for it costs little, short enough for progress.
 pub const DEFAULT_CHUNK: usize = 256;
+
+/// Bits of every layer, of none where nothing is quantized.
+fn bits_of(model: &Model, manifest: Option<&Manifest>, asked: KvBits) -> Result<Option<Vec<LayerBits>>> {
+    let sensitivity = manifest.and_then(|manifest| manifest.sensitivity.as_ref());
+    match (asked, sensitivity) {
+        (KvBits::Full, _) => Ok(None),
+        (KvBits::Codes(CodeBits::Same(bits)), _) => Ok(Some(uniform(&model.spec, bits))),
+        (KvBits::Codes(CodeBits::Auto(average)), Some(sensitivity)) => {
+            allotted(&model.spec, sensitivity, average).map(Some)
+        }
+        (KvBits::Codes(CodeBits::Auto(_)), None) => Err(PipelineError::Option {
+            option: "--kv-bits",
+            expected: "auto:AVERAGE with a bundle that `wush convert` measured (not with --verify-sequences 0)"
+                .to_owned(),
+            found: "nothing to allot bits by".to_owned(),
+        }),
+    }
+}
 
 /// Counts that must not be 0, and options that would do nothing.
 fn check_options(request: &GenerateRequest) -> Result<()> {

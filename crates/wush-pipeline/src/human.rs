@@ -20,6 +20,12 @@ pub fn human_bytes(n_bytes: u64) -> String {
     }
 }
 
+/// Bits of a code, or their average: "2", "2.25".
+pub fn human_bits(bits: f64) -> String {
+    let text = format!("{bits:.2}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
 /// "0.4 s", "31 s", "2 min 05 s", "1 h 02 min": the one form of durations.
 pub fn human_time(time: Duration) -> String {
     let seconds = time.as_secs();

@@ -1,6 +1,5 @@
 //! Reports of evaluations as self-contained pages, and how a page is written.
 
-use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::Path;
 
@@ -11,7 +10,7 @@ use wush_format::atomic::write_file;
 use wush_format::monitor::Monitor;
 use wush_inspect::page::{charts, escape, number_table, page, pair_list};
 
-use crate::human::counted;
+use crate::human::{counted, human_bits};
 use crate::report::{EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
 use crate::{PipelineError, Result};
 
@@ -65,12 +64,12 @@ pub(crate) fn recon_page(report: &EvalReconReport) -> Result<String> {
         "<header><div><h1>Reconstruction errors</h1><p><code>{}</code></p></div></header>",
         escape(&report.model.id)
     );
-    let bits: BTreeSet<u8> = report.rows.iter().map(|row| row.bits).collect();
+    let bits = ascending(report.rows.iter().map(|row| row.bits));
     let mut parts = vec![header, pair_list(&facts), heading("Geometric means over layers"), recon_table(&report.rows)];
     for bits in bits {
         let rows: Vec<&ReconRow> = report.rows.iter().filter(|row| row.bits == bits).collect();
         let plots = MEASURES.iter().map(|measure| svg(&recon_chart(&rows, *measure))).collect::<Result<Vec<_>, _>>();
-        parts.push(heading(&format!("By layer, {bits} bits")));
+        parts.push(heading(&format!("By layer, {} bits", human_bits(bits))));
         parts.push(charts(&plots.map_err(PipelineError::from)?));
     }
     Ok(page(&format!("reconstruction errors: {}", report.model.id), &parts.concat()))
@@ -98,7 +97,7 @@ fn recon_table(rows: &[ReconRow]) -> String {
     let titles = ["transform", "quantizer", "bits", "products", "probabilities", "keys", "values", "both"];
     let cells = |row: &ReconRow| {
         let errors = [row.products, row.probabilities, row.keys, row.values, row.both];
-        let names = [row.transform.clone(), row.quantizer.clone(), row.bits.to_string()];
+        let names = [row.transform.clone(), row.quantizer.clone(), human_bits(row.bits)];
         names.into_iter().chain(errors.iter().map(|error| format!("{error:.4}"))).collect()
     };
     number_table(&titles.map(str::to_owned), &rows.iter().map(cells).collect::<Vec<_>>())
@@ -111,11 +110,11 @@ fn heading(text: &str) -> String {
 fn table(rows: &[PerplexityRow]) -> String {
     let titles = ["transform", "quantizer", "bits", "perplexity", "nll", "tokens"].map(str::to_owned);
     let cells = |row: &PerplexityRow| {
-        let PerplexityRow { transform, quantizer, bits, ppl, nll, tokens } = row;
+        let PerplexityRow { transform, quantizer, bits, ppl, nll, tokens, .. } = row;
         vec![
             transform.clone(),
             quantizer.clone(),
-            bits.to_string(),
+            human_bits(*bits),
             format!("{ppl:.4}"),
             format!("{nll:.5}"),
             tokens.to_string(),
@@ -129,19 +128,19 @@ fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
     let (unquantized, rows): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.bits == crate::eval::UNQUANTIZED_BITS);
     let level = unquantized.first().map(|row| ("unquantized".to_owned(), row.ppl));
     // From the most bits to the fewest: the price grows to the right.
-    let bits: BTreeSet<u8> = rows.iter().map(|row| row.bits).collect();
-    let bits: Vec<u8> = bits.into_iter().rev().collect();
+    let mut bits = ascending(rows.iter().map(|row| row.bits));
+    bits.reverse();
     let chart = |title: &str, rows: Vec<&PerplexityRow>| {
         let series = distinct(rows.iter().map(|row| row.transform.as_str())).into_iter().map(|transform| {
             let at =
-                |bits: &u8| rows.iter().find(|row| row.transform == transform && row.bits == *bits).map(|row| row.ppl);
+                |bits: &f64| rows.iter().find(|row| row.transform == transform && row.bits == *bits).map(|row| row.ppl);
             Series { name: transform.to_owned(), values: bits.iter().map(at).collect() }
         });
         Chart {
             title: title.to_owned(),
             x_label: "bits".to_owned(),
             y_label: "perplexity".to_owned(),
-            places: bits.iter().map(u8::to_string).collect(),
+            places: bits.iter().map(|&bits| human_bits(bits)).collect(),
             series: series.collect(),
             level: level.clone(),
             logarithmic: true,
@@ -156,6 +155,14 @@ fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
     let of_quantizer =
         |quantizer| chart(quantizer, rows.iter().copied().filter(|row| row.quantizer == quantizer).collect());
     distinct(rows.iter().map(|row| row.quantizer.as_str())).into_iter().map(of_quantizer).collect()
+}
+
+/// Each once, rising.
+fn ascending(numbers: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut numbers: Vec<f64> = numbers.collect();
+    numbers.sort_by(f64::total_cmp);
+    numbers.dedup();
+    numbers
 }
 
 /// Each once, in the order of its first appearance.

@@ -26,8 +26,8 @@ pub(crate) use announce::{describe_calibration, describe_model, describe_time};
 use announce::{describe_memory, describe_verification};
 pub use calibration::CalibrationPlan;
 pub(crate) use calibration::{Purpose, load_sequences, longest, n_tokens};
-pub(crate) use verification::VERIFY_TOKENS;
 pub use verification::{Unchecked, VerifyPlan};
+pub(crate) use verification::{VERIFY_TOKENS, starts};
 
 /// Calibration text when none is named: the paper's.
 pub const DEFAULT_CALIB: &str = "hf:HuggingFaceFW/fineweb-edu:sample/10BT/*";

@@ -24,7 +24,7 @@ pub fn eval_recon(request: &EvalRequest, env: &Environment<'_>) -> Result<EvalRe
     let clock = Instant::now();
     let evaluation = Evaluation::begin(request, env)?;
     evaluation.tell_notes(env);
-    let rows = rows(&evaluation, &evaluation.cells(request), env)?;
+    let rows = rows(&evaluation, &evaluation.cells(request)?, env)?;
     let report = EvalReconReport {
         model: ModelInfo::new(&evaluation.model, evaluation.model_hash),
         text: evaluation.text.source.clone(),
@@ -60,7 +60,8 @@ fn row(cell: &Cell<'_>, modules: &[ModuleErrors]) -> ReconRow {
     ReconRow {
         transform: cell.candidate.name.clone(),
         quantizer: cell.quantizer.to_string(),
-        bits: cell.bits.get(),
+        bits: cell.average_bits,
+        allotment: cell.allotment(),
         products: mean(|row| row.products),
         probabilities: mean(|row| row.probabilities),
         keys: mean(|row| row.keys),

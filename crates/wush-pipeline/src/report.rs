@@ -5,10 +5,11 @@ use std::path::Path;
 use std::time::Instant;
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use wush_eval::Protocol;
 use wush_format::hash::Sha;
 use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, LayerReport, Solve};
+use wush_quant::LayerBits;
 
 use crate::Result;
 use crate::card::geometric_mean;
@@ -333,8 +334,12 @@ pub struct ReconRow {
     pub transform: String,
     /// The quantizer.
     pub quantizer: String,
-    /// Bits of a code.
-    pub bits: u8,
+    /// Bits of a code; where they were allotted, their average over coordinates.
+    #[serde(serialize_with = "whole_as_integer")]
+    pub bits: f64,
+    /// Bits of each layer, where they were allotted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allotment: Vec<AllottedBits>,
     /// Of query-key products, before scale and mask; keys quantized.
     pub products: f64,
     /// Of softmax probabilities; keys quantized.
@@ -367,6 +372,33 @@ pub struct ModuleRow {
     pub both: f64,
 }
 
+/// Bits of one layer's keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AllottedBits {
+    /// Global layer id.
+    pub layer: u64,
+    /// Bits of a key's code.
+    pub keys: u8,
+    /// Bits of a value's code.
+    pub values: u8,
+}
+
+impl AllottedBits {
+    /// Of every layer.
+    pub(crate) fn list(bits: &[LayerBits]) -> Vec<Self> {
+        let of_layer =
+            |(layer, bits): (u64, &LayerBits)| Self { layer, keys: bits.keys.get(), values: bits.values.get() };
+        (0..).zip(bits).map(of_layer).collect()
+    }
+}
+
+/// 2 as `2` and 2.25 as `2.25`.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn whole_as_integer<S: Serializer>(x: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    if x.fract() == 0.0 { serializer.serialize_u64(*x as u64) } else { serializer.serialize_f64(*x) }
+}
+
 /// One cache and what it costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -375,8 +407,12 @@ pub struct PerplexityRow {
     pub transform: String,
     /// The quantizer as it was asked for; "none" without quantization.
     pub quantizer: String,
-    /// Bits of a code; 16 without quantization.
-    pub bits: u8,
+    /// Bits of a code, 16 without quantization; where they were allotted, their average over coordinates.
+    #[serde(serialize_with = "whole_as_integer")]
+    pub bits: f64,
+    /// Bits of each layer, where they were allotted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allotment: Vec<AllottedBits>,
     /// e^nll.
     pub ppl: f64,
     /// Mean negative log likelihood, nats a token.
@@ -449,8 +485,12 @@ impl Rate {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CacheUse {
-    /// Bits of a code; 16 where nothing is quantized.
-    pub bits: u8,
+    /// Bits of a code, 16 where nothing is quantized; where they were allotted, their average over coordinates.
+    #[serde(serialize_with = "whole_as_integer")]
+    pub bits: f64,
+    /// Bits of each layer, where they were allotted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allotment: Vec<AllottedBits>,
     /// The quantizer; none where nothing is quantized.
     pub quantizer: Option<String>,
     /// Whether keys and queries were transformed by a bundle's sidecar.

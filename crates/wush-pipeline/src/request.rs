@@ -1,6 +1,8 @@
 //! What the user asked for, typed but not yet checked against a model or the disk. `plan.rs` makes validated plans of
 //! these; nothing downstream of a plan looks at them again.
 
+mod bits;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -12,11 +14,13 @@ pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;
 pub use wush_generate::Sampling;
 pub use wush_model::arch::RopeScaling;
-pub use wush_quant::{Bits, Method};
+pub use wush_quant::Method;
 pub use wush_runtime::Windows;
 use wush_transform::Needs;
 
 use crate::PipelineError;
+
+pub use bits::{CodeBits, KvBits};
 
 /// What every stage is given beside its request.
 pub struct Environment<'a> {
@@ -462,7 +466,7 @@ pub struct EvalRequest {
     /// The text to evaluate on.
     pub text: CalibrationRequest,
     /// Bits of a code.
-    pub bits: Vec<Bits>,
+    pub bits: Vec<CodeBits>,
     /// Quantizers; where there is none, what suits each transform.
     pub quantizers: Vec<Method>,
     /// What is compared.
@@ -557,8 +561,8 @@ pub struct GenerateRequest {
     pub prompt: PromptSource,
     /// `--chat`.
     pub chat: Chat,
-    /// `--kv-bits`: 2, 3, 4, 8, or 16 for none quantized; the model's kind decides when absent.
-    pub kv_bits: Option<u8>,
+    /// `--kv-bits`; the model's kind decides when absent.
+    pub kv_bits: Option<KvBits>,
     /// `--quantizer`; what suits the bundle where there is none.
     pub quantizer: Option<Method>,
     /// `--sink`, `--keep` and `--flush`.

@@ -47,7 +47,7 @@ pub use codec::Codec;
 pub use error::{QuantError, Result};
 pub use feedback::Feedback;
 pub use layout::Layout;
-pub use quantizer::{Bits, Entry, Kind, Method, QUANTIZERS, Quantile, Quantizer, Role, ScaleDtype};
+pub use quantizer::{Bits, Entry, Kind, LayerBits, Method, QUANTIZERS, Quantile, Quantizer, Role, ScaleDtype};
 pub use simd::Level;
 
 /// Largest head dimension accepted: eight times the widest in use.

@@ -66,6 +66,30 @@ impl FromStr for Bits {
     }
 }
 
+/// Bits of one layer's keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerBits {
+    /// Of keys.
+    pub keys: Bits,
+    /// Of values.
+    pub values: Bits,
+}
+
+impl LayerBits {
+    /// The same of both.
+    pub const fn both(bits: Bits) -> Self {
+        Self { keys: bits, values: bits }
+    }
+
+    /// Of one side.
+    pub const fn of(&self, role: Role) -> Bits {
+        match role {
+            Role::Key => self.keys,
+            Role::Value => self.values,
+        }
+    }
+}
+
 /// How scale and zero point are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "lowercase"))]

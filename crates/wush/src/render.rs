@@ -7,11 +7,14 @@ use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
-    CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain, GenerateReport,
-    MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir, WrittenFile,
+    AllottedBits, CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain,
+    GenerateReport, MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir,
+    WrittenFile,
 };
 use wush_pipeline::request::Protocol;
-use wush_pipeline::{counted, describe_gain, describe_solve, human_bytes, human_time, printable, ratio, shell_word};
+use wush_pipeline::{
+    counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable, ratio, shell_word,
+};
 
 /// A report that the program can print.
 pub trait Report: Serialize {
@@ -132,8 +135,10 @@ impl Report for EvalPplReport {
         );
         for row in &self.rows {
             let PerplexityRow { transform, quantizer, bits, ppl, nll, .. } = row;
-            let _ = writeln!(text.0, "{transform:<16} {quantizer:<14} {bits:>4} {ppl:>12.4} {nll:>10.5}");
+            let _ =
+                writeln!(text.0, "{transform:<16} {quantizer:<14} {:>4} {ppl:>12.4} {nll:>10.5}", human_bits(*bits));
         }
+        self.rows.iter().for_each(|row| text.allotment(&row.transform, row.bits, &row.allotment));
         text.0
     }
 }
@@ -156,10 +161,12 @@ impl Report for EvalReconReport {
             let ReconRow { transform, quantizer, bits, products, probabilities, keys, values, both, .. } = row;
             let _ = writeln!(
                 text.0,
-                "{transform:<16} {quantizer:<14} {bits:>4} {products:>10.4} {probabilities:>13.4} {keys:>10.4} \
-                 {values:>10.4} {both:>10.4}"
+                "{transform:<16} {quantizer:<14} {:>4} {products:>10.4} {probabilities:>13.4} {keys:>10.4} {values:>10.4} \
+                 {both:>10.4}",
+                human_bits(*bits)
             );
         }
+        self.rows.iter().for_each(|row| text.allotment(&row.transform, row.bits, &row.allotment));
         text.0.push_str(
             "Relative squared errors, geometric means over layers; the last three are of module outputs, with keys, values and \
              both quantized.\n",
@@ -177,8 +184,23 @@ impl Report for GenerateReport {
             let _ = writeln!(text.0, "{name:<12} {tokens:>8} {seconds:>8.2} s {tokens_per_second:>10.1}");
         }
         text.row("cache", &describe_cache(&self.cache));
+        text.allotment("cache", self.cache.bits, &self.cache.allotment);
         text.0
     }
+}
+
+/// "keys 3 bits in layers 0, 4, 5".
+fn describe_allotment(allotment: &[AllottedBits]) -> Vec<String> {
+    let mut lines = Vec::new();
+    for bits in [3, 4] {
+        for (side, of) in [("keys", (|a| a.keys) as fn(&AllottedBits) -> u8), ("values", |a| a.values)] {
+            let layers: Vec<String> = allotment.iter().filter(|a| of(a) == bits).map(|a| a.layer.to_string()).collect();
+            if !layers.is_empty() {
+                lines.push(format!("{side} {bits} bits in layers {}", layers.join(", ")));
+            }
+        }
+    }
+    lines
 }
 
 /// "2 bits (quest, transformed): 1.2 MB for 700 tokens, 0.21 of BF16's 5.6 MB".
@@ -190,7 +212,7 @@ fn describe_cache(cache: &CacheUse) -> String {
     };
     format!(
         "{} bits ({how}): {} for {}, {:.2} of BF16's {}",
-        cache.bits,
+        human_bits(cache.bits),
         human_bytes(cache.bytes),
         counted(cache.tokens, "token"),
         cache.ratio,
@@ -231,6 +253,13 @@ struct Lines(String);
 impl Lines {
     fn row(&mut self, name: &str, value: &str) {
         let _ = writeln!(self.0, "{name:<12} {}", printable(value));
+    }
+
+    /// Which layers have more than two bits, where bits were allotted.
+    fn allotment(&mut self, of: &str, bits: f64, allotment: &[AllottedBits]) {
+        for line in describe_allotment(allotment) {
+            let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
+        }
     }
 
     fn heading(&mut self, heading: &str) {

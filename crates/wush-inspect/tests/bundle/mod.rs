@@ -290,6 +290,7 @@ pub fn manifest(transforms: &Transforms, outcome: &FoldOutcome, dtype: FoldDtype
             max_rel_error: outcome.report.max_rel_error,
             worst_layer: outcome.report.worst_layer,
         },
+        sensitivity: None,
         equivalence: Some(Equivalence {
             tokens: 63,
             nll_source: 2.0,

@@ -38,10 +38,7 @@ impl VerifyPlan {
     ) -> Result<Result<Self, Unchecked>> {
         let (sequences, source) = packed.map_or((&[][..], ""), |packed| (&packed.sequences, &packed.source));
         let is_given = !sequences.is_empty();
-        // A single token predicts nothing.
-        let scored = sequences.iter().filter(|ids| ids.len() > 1);
-        let start_of = |ids: &Vec<u32>| ids[..ids.len().min(VERIFY_TOKENS)].to_vec();
-        let sequences: Vec<_> = scored.take(settings.sequences).map(start_of).collect();
+        let sequences = starts(sequences, settings.sequences);
         let tolerance = match settings.tolerance {
             Some(value) if value > 0.0 && value.is_finite() => value,
             Some(value) => {
@@ -60,6 +57,12 @@ impl VerifyPlan {
             (asked, ..) => Ok(Self { sequences, source: source.to_owned(), asked, tolerance }),
         })
     }
+}
+
+/// The starts of the first `n` sequences that predict anything: a single token does not.
+pub(crate) fn starts(sequences: &[Vec<u32>], n: usize) -> Vec<Vec<u32>> {
+    let scored = sequences.iter().filter(|ids| ids.len() > 1);
+    scored.take(n).map(|ids| ids[..ids.len().min(VERIFY_TOKENS)].to_vec()).collect()
 }
 
 /// Why the equivalence check does not run.

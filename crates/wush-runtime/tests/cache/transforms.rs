@@ -195,6 +195,7 @@ fn bundle(dir: &Path, keys: &KeySidecar, values: Option<&ValueFeedback>) {
         layers: Vec::new(),
         fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 0 },
         equivalence: None,
+        sensitivity: None,
         files: Vec::new(),
     };
     manifest.save(&folder.join("manifest.json")).expect("saved");

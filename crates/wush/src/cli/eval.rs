@@ -6,7 +6,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    Bits, CalibSource, CalibrationRequest, EvalPplRequest, EvalRequest, Method, Protocol, StatisticsSource,
+    CalibSource, CalibrationRequest, CodeBits, EvalPplRequest, EvalRequest, Method, Protocol, StatisticsSource,
     TransformsRequest,
 };
 
@@ -68,9 +68,10 @@ pub struct EvalPplArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cache")]
 struct QuantizerArgs {
-    /// Bits of a code, a list: 2, 3, 4 or 8
+    /// Bits of a code, a list: 2, 3, 4, 8, or auto:AVERAGE, such as auto:2.25, which allots 2, 3 or 4 bits to each layer's keys
+    /// and values by what 2 bits do to its output on calibration text
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4,3,2")]
-    bits: Vec<Bits>,
+    bits: Vec<CodeBits>,
     /// Quantizers, a list: quest, quest-wide, oscar or oscar-linear, each also with its parameter, such as oscar:0.97 [default:
     /// what suits the transform, quest-wide with error feedback and quest without]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]

@@ -3,9 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use clap::builder::PossibleValuesParser;
-use clap::builder::TypedValueParser as _;
-use wush_pipeline::request::{Chat, GenerateRequest, Method, PromptSource, Sampling, Windows};
+use wush_pipeline::request::{Chat, GenerateRequest, KvBits, Method, PromptSource, Sampling, Windows};
 
 use super::{ModelArgs, number, seed, whole_number};
 
@@ -64,9 +62,11 @@ struct SamplingArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cache")]
 struct CacheArgs {
-    /// Bits of keys and values in the cache; 16 quantizes nothing [default: 2 for a bundle, 16 for a checkpoint]
-    #[arg(long, value_name = "BITS", value_parser = kv_bits())]
-    kv_bits: Option<u8>,
+    /// Bits of keys and values in the cache: 2, 3, 4, 8, or auto:AVERAGE, such as auto:2.25, which allots 2, 3 or 4 bits to each
+    /// layer's keys and values by what `wush convert` measured; 16 quantizes nothing [default: 2 for a bundle, 16 for a
+    /// checkpoint]
+    #[arg(long, value_name = "BITS")]
+    kv_bits: Option<KvBits>,
     /// The quantizer: quest, quest-wide, oscar or oscar-linear, each also with its parameter, such as oscar:0.97 [default: what
     /// suits the bundle, quest-wide with error feedback and quest without]
     #[arg(long, value_name = "NAME")]
@@ -83,11 +83,6 @@ struct CacheArgs {
     /// Tokens of the prompt that enter the cache together: they read each other in full precision
     #[arg(long, value_name = "N", default_value_t = wush_pipeline::DEFAULT_CHUNK, value_parser = whole_number)]
     chunk: usize,
-}
-
-/// The bits that a cache may have.
-fn kv_bits() -> impl clap::builder::TypedValueParser<Value = u8> {
-    PossibleValuesParser::new(["2", "3", "4", "8", "16"]).try_map(|bits| bits.parse::<u8>())
 }
 
 impl GenerateArgs {
