@@ -27,6 +27,10 @@ pub struct DeviceInfo {
     pub memory: u64,
     /// Streaming multiprocessors.
     pub n_sms: u32,
+    /// Shared memory that a block may ask for at most, bytes.
+    pub block_shared_bytes: u32,
+    /// Shared memory of a multiprocessor, bytes.
+    pub sm_shared_bytes: u32,
 }
 
 impl DeviceInfo {
@@ -128,7 +132,10 @@ fn describe(ordinal: usize, device: CUdevice) -> Result<DeviceInfo> {
     let major = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let n_sms = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    Ok(DeviceInfo { ordinal, name, capability: (major, minor), memory: memory as u64, n_sms })
+    let block_shared_bytes = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let sm_shared_bytes = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
+    let (capability, memory) = ((major, minor), memory as u64);
+    Ok(DeviceInfo { ordinal, name, capability, memory, n_sms, block_shared_bytes, sm_shared_bytes })
 }
 
 fn attribute(device: CUdevice, attribute: Attribute) -> Result<u32> {

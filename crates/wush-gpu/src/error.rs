@@ -95,6 +95,18 @@ pub enum GpuError {
         /// Coordinates of a head.
         found: u32,
     },
+    /// A kernel has no tiles for the heads of a group.
+    #[error("kernels/{kernel}.cu takes {served}; found {group} heads of {head_dim} a KV head")]
+    Group {
+        /// Its file.
+        kernel: &'static str,
+        /// What it takes.
+        served: &'static str,
+        /// Query heads of a KV head.
+        group: usize,
+        /// Coordinates of a head.
+        head_dim: usize,
+    },
     /// A launch does not fit the kernel as it was compiled.
     #[error("kernel {kernel}: expected arguments of {expected:?} bytes, found {found:?}")]
     Arguments {
@@ -148,7 +160,9 @@ impl GpuError {
             }
             Self::NoDevice => "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu",
             Self::NoSuchDevice { .. } => "`wush doctor` lists the devices",
-            Self::TooOld { .. } | Self::NotForDevice { .. } | Self::HeadDim { .. } => "run with --device cpu",
+            Self::TooOld { .. } | Self::NotForDevice { .. } | Self::HeadDim { .. } | Self::Group { .. } => {
+                "run with --device cpu"
+            }
             Self::OutOfMemory { .. } => {
                 "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"
             }

@@ -11,7 +11,7 @@ use crate::compiler::{Job, Target};
 use crate::device::Device;
 use crate::driver::{self, check};
 use crate::error::{GpuError, Result};
-use crate::{attention, convert, elementwise, gram, norm, rope, sums, transform_heads};
+use crate::{attention, convert, elementwise, gram, hessian, norm, rope, sums, transform_heads};
 
 /// One file of `kernels/`.
 #[derive(Debug)]
@@ -67,11 +67,14 @@ pub const EVERYWHERE: &[Architecture] =
 
 /// Every kernel file, by name.
 pub static KERNELS: &[&KernelFile] = &[
+    &attention::f32s::FILE,
+    &attention::mma::FILE,
     &attention::hopper::FILE,
     &convert::FILE,
     &elementwise::FILE,
     &gram::FILE,
     &gram::WIDE_FILE,
+    &hessian::FILE,
     &norm::FILE,
     &rope::FILE,
     &sums::FILE,

@@ -22,6 +22,7 @@ pub mod compiler;
 pub mod convert;
 pub mod elementwise;
 pub mod gram;
+pub mod hessian;
 pub mod kernels;
 pub mod launch;
 pub mod libraries;

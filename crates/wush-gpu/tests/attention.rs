@@ -1,21 +1,53 @@
 //! Attention on a GPU against Eq. 2 in f64 on the host: head dims, groups, tails, windows, softcap, slices of fused rows. Skipped,
-//! loudly, without a GPU that has the kernel.
+//! loudly, without a GPU. Every kernel that runs on it is put through all of it.
 
 mod common;
 
-use common::{random_bf16, relative_error};
+use common::{random, random_bf16, relative_error};
 use half::bf16;
-use wush_gpu::Device;
-use wush_gpu::attention::{Attention, hopper};
+use wush_gpu::attention::{Attention, AttentionElement, f32s, hopper, mma};
 use wush_gpu::matmul::Matrix;
+use wush_gpu::{Device, Result, ViewMut};
 
 /// Probabilities and outputs are rounded to bf16, whose numbers in 1..2 lie 2⁻⁷ apart: an error of 2⁻⁷ / √12 over numbers of root mean
 /// square √(7/3), 1.5e-3 each and 2.1e-3 together. Where few keys have the weight, p's errors are not averaged over many: a margin
 /// of two.
-const REL_TOL: f64 = 4e-3;
+const BF16_REL_TOL: f64 = 4e-3;
+
+/// Scores up to 300 in f32, whose rounding (2⁻²⁴ of them, and of each of up to 256 partial sums, which average out) is the exponent's
+/// error: 300 · 2⁻²⁴ · 2 = 3.6e-5. With the scores of the other cases, up to 30, a tenth of it is seen.
+const F32_REL_TOL: f64 = 4e-5;
 
 /// Numbers of tokens that are no multiple of any tile, on both sides of one, and alone.
 const TAILS: [usize; 9] = [1, 2, 63, 64, 65, 129, 191, 320, 517];
+
+/// Begins attention into rows so many elements apart.
+type Begin<T> = fn(&Device, &Attention<'_, T>, &mut ViewMut<'_, T>, usize) -> Result<()>;
+
+/// What is put to the test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kernel {
+    Hopper,
+    Mma,
+    F32,
+}
+
+impl Kernel {
+    fn head_dims(self) -> &'static [usize] {
+        match self {
+            Self::Hopper => &[64, 128, 256],
+            Self::Mma => &[16, 48, 64, 80, 96, 112, 128, 192, 256],
+            Self::F32 => &[8, 40, 64, 80, 128, 136, 256],
+        }
+    }
+
+    fn tolerance(self) -> f64 {
+        match self {
+            Self::Hopper | Self::Mma => BF16_REL_TOL,
+            Self::F32 => F32_REL_TOL,
+        }
+    }
+}
 
 /// One sequence of random numbers, fused rows of queries, keys, values and padding.
 struct Case {
@@ -47,12 +79,8 @@ impl Case {
         [0, q + PADDING, q + kv + PADDING, q + 2 * kv + 2 * PADDING]
     }
 
-    fn rows(&self) -> Vec<bf16> {
-        random_bf16(self.n_tokens as u64, self.n_tokens * self.columns()[3])
-    }
-
     /// Outputs `[tokens, n_heads head_dim + PADDING]` of a buffer of NaNs.
-    fn run(&self, device: &Device, rows: &[bf16]) -> Vec<bf16> {
+    fn run<T: AttentionElement>(&self, device: &Device, begin: Begin<T>, rows: &[T]) -> Vec<T> {
         let fused = device.upload(rows).expect("uploaded");
         let [q, k, v, row] = self.columns();
         let part = |from: usize, n_heads: usize| Matrix {
@@ -72,16 +100,16 @@ impl Case {
         };
         let stride = self.n_heads * self.head_dim + PADDING;
         let mut out = device.filled(self.n_tokens * stride, 0xff).expect("room");
-        device.attention(&attention, &mut out.view_mut(), stride).expect("begun");
+        begin(device, &attention, &mut out.view_mut(), stride).expect("begun");
         out.to_host().expect("done")
     }
 
     /// Eq. 2 in f64 for one token and head.
-    fn expected(&self, rows: &[bf16], token: usize, head: usize) -> Vec<f64> {
+    fn expected<T: Copy + Into<f64>>(&self, rows: &[T], token: usize, head: usize) -> Vec<f64> {
         let [q, k, v, row] = self.columns();
         let d = self.head_dim;
         let kv_head = head / (self.n_heads / self.n_kv_heads);
-        let vector = |token: usize, from: usize| rows[token * row + from..][..d].iter().map(|x| x.to_f64());
+        let vector = |token: usize, from: usize| rows[token * row + from..][..d].iter().map(|&x| x.into());
         let first = self.window.map_or(0, |window| (token + 1).saturating_sub(window));
         let score = |key: usize| {
             let product: f64 = vector(token, q + head * d).zip(vector(key, k + kv_head * d)).map(|(x, y)| x * y).sum();
@@ -100,26 +128,39 @@ impl Case {
     }
 
     /// Error over some tokens, all heads together; padding untouched; the same bits again.
-    fn check(&self, device: &Device, tokens: impl Iterator<Item = usize>) {
-        let rows = self.rows();
-        let out = self.run(device, &rows);
-        let width = self.n_heads * self.head_dim;
-        let (mut found, mut exact) = (Vec::new(), Vec::new());
-        for token in tokens {
-            found.extend(out[token * (width + PADDING)..][..width].iter().map(|x| x.to_f64()));
-            exact.extend((0..self.n_heads).flat_map(|head| self.expected(&rows, token, head)));
+    fn check(&self, device: &Device, kernel: Kernel, tokens: &[usize]) {
+        let n = self.n_tokens * self.columns()[3];
+        match kernel {
+            Kernel::Hopper => {
+                self.check_as(device, Device::attention::<bf16>, &random_bf16(n as u64, n), tokens, kernel)
+            }
+            Kernel::Mma => self.check_as(device, mma::attention, &random_bf16(n as u64, n), tokens, kernel),
+            Kernel::F32 => self.check_as(device, Device::attention::<f32>, &random(n as u64, n), tokens, kernel),
         }
-        let error = relative_error(found, &exact);
-        let name = self.name();
-        assert!(error <= REL_TOL, "{name}: {error:.2e}");
-        let untouched = out.chunks(width + PADDING).all(|row| row[width..].iter().all(|x| x.to_bits() == 0xffff));
-        assert!(untouched, "{name}: wrote beyond a row");
-        let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&out), bits(&self.run(device, &rows)), "{name}: another result on the second run");
     }
 
-    fn check_all(&self, device: &Device) {
-        self.check(device, 0..self.n_tokens);
+    fn check_as<T>(&self, device: &Device, begin: Begin<T>, rows: &[T], tokens: &[usize], kernel: Kernel)
+    where
+        T: AttentionElement + Into<f64>,
+    {
+        let out = self.run(device, begin, rows);
+        let width = self.n_heads * self.head_dim;
+        let (mut found, mut exact) = (Vec::new(), Vec::new());
+        for &token in tokens {
+            found.extend(out[token * (width + PADDING)..][..width].iter().map(|&x| x.into()));
+            exact.extend((0..self.n_heads).flat_map(|head| self.expected(rows, token, head)));
+        }
+        let error = relative_error(found, &exact);
+        let name = format!("{kernel:?}: {}", self.name());
+        assert!(error <= kernel.tolerance(), "{name}: {error:.2e}");
+        let bytes = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+        let untouched = out.chunks(width + PADDING).all(|row| bytes(&row[width..]).iter().all(|&byte| byte == 0xff));
+        assert!(untouched, "{name}: wrote beyond a row");
+        assert_eq!(bytes(&out), bytes(&self.run(device, begin, rows)), "{name}: another result on the second run");
+    }
+
+    fn check_all(&self, device: &Device, kernel: Kernel) {
+        self.check(device, kernel, &(0..self.n_tokens).collect::<Vec<_>>());
     }
 
     fn name(&self) -> String {
@@ -128,75 +169,89 @@ impl Case {
     }
 }
 
-/// A GPU, and the head dims that have a kernel on it.
-fn device(test: &str) -> Option<(Device, Vec<usize>)> {
-    let device = common::device(test)?;
-    let served = |&head_dim: &usize| hopper::serves(device.info().capability, head_dim as u32);
-    let head_dims: Vec<usize> = [64, 128, 256].into_iter().filter(served).collect();
-    if head_dims.is_empty() {
-        common::skipped(test, &format!("no attention kernel for {}", device.info().name));
-        return None;
+/// Runs a check for every kernel of this device and every head dim that the kernel has tiles for.
+fn on_every_kernel(test: &str, check: impl Fn(&Device, Kernel, usize)) {
+    let Some(device) = common::device(test) else { return };
+    for kernel in [Kernel::Hopper, Kernel::Mma, Kernel::F32] {
+        let file = match kernel {
+            Kernel::Hopper => &hopper::FILE,
+            Kernel::Mma => &mma::FILE,
+            Kernel::F32 => &f32s::FILE,
+        };
+        if !file.serves(device.info().capability) {
+            common::skipped(test, &format!("{} does not run on {}", file.name, device.info().name));
+            continue;
+        }
+        kernel.head_dims().iter().for_each(|&head_dim| check(&device, kernel, head_dim));
     }
-    Some((device, head_dims))
 }
 
 #[test]
 fn every_tail_agrees_with_f64() {
-    let Some((device, head_dims)) = device("every_tail_agrees_with_f64") else { return };
-    for head_dim in head_dims {
+    on_every_kernel("every_tail_agrees_with_f64", |device, kernel, head_dim| {
         for n_tokens in TAILS {
-            Case::plain(n_tokens, 2, 1, head_dim).check_all(&device);
+            Case::plain(n_tokens, 2, 1, head_dim).check_all(device, kernel);
         }
-    }
+    });
 }
 
 #[test]
 fn every_group_agrees_with_f64() {
-    let Some((device, head_dims)) = device("every_group_agrees_with_f64") else { return };
-    for head_dim in head_dims {
+    on_every_kernel("every_group_agrees_with_f64", |device, kernel, head_dim| {
         for group in 1..=8 {
-            Case::plain(200, 2 * group, 2, head_dim).check_all(&device);
+            Case::plain(200, 2 * group, 2, head_dim).check_all(device, kernel);
         }
-    }
+    });
 }
 
 #[test]
 fn every_window_agrees_with_f64() {
-    let Some((device, head_dims)) = device("every_window_agrees_with_f64") else { return };
-    for head_dim in head_dims {
+    on_every_kernel("every_window_agrees_with_f64", |device, kernel, head_dim| {
         for window in [1, 2, 37, 63, 64, 128, 129, 300, 516, 517, 600] {
-            Case { window: Some(window), ..Case::plain(517, 2, 1, head_dim) }.check_all(&device);
+            Case { window: Some(window), ..Case::plain(517, 2, 1, head_dim) }.check_all(device, kernel);
         }
-    }
+    });
 }
 
 #[test]
 fn the_softcap_agrees_with_f64() {
-    let Some((device, head_dims)) = device("the_softcap_agrees_with_f64") else { return };
-    for head_dim in head_dims {
+    on_every_kernel("the_softcap_agrees_with_f64", |device, kernel, head_dim| {
         for (softcap, window) in [(50.0, None), (2.0, None), (5.0, Some(100))] {
             let case = Case { softcap: Some(softcap), window, sharpness: 30.0, ..Case::plain(400, 4, 2, head_dim) };
-            case.check_all(&device);
+            case.check_all(device, kernel);
         }
-    }
+    });
 }
 
 #[test]
 fn scores_far_apart_move_the_reference_of_the_exponent() {
-    let Some((device, head_dims)) = device("scores_far_apart_move_the_reference_of_the_exponent") else { return };
-    for head_dim in head_dims {
-        Case { sharpness: 300.0, ..Case::plain(517, 2, 1, head_dim) }.check_all(&device);
-    }
+    on_every_kernel("scores_far_apart_move_the_reference_of_the_exponent", |device, kernel, head_dim| {
+        Case { sharpness: 300.0, ..Case::plain(517, 2, 1, head_dim) }.check_all(device, kernel);
+    });
 }
 
 #[test]
 fn a_long_sequence_agrees_with_f64_at_some_tokens() {
-    let Some((device, head_dims)) = device("a_long_sequence_agrees_with_f64_at_some_tokens") else { return };
-    for head_dim in head_dims {
-        // More heads than run at once: 4 · n_tokens · head_dim bytes a group are beyond the kernel's share of L2.
+    on_every_kernel("a_long_sequence_agrees_with_f64_at_some_tokens", |device, kernel, head_dim| {
+        if ![64, 128, 256].contains(&head_dim) {
+            return;
+        }
+        // More heads than run at once on Hopper: 4 · n_tokens · head_dim bytes a group are beyond the kernel's share of L2.
         let n_tokens = 20_011;
         let tokens = [0, 1, 127, 128, 9_999, 19_967, 19_968, n_tokens - 1];
-        Case::plain(n_tokens, 10, 5, head_dim).check(&device, tokens.into_iter());
-        Case { window: Some(4096), ..Case::plain(n_tokens, 4, 1, head_dim) }.check(&device, tokens.into_iter());
-    }
+        Case::plain(n_tokens, 10, 5, head_dim).check(device, kernel, &tokens);
+        Case { window: Some(4096), ..Case::plain(n_tokens, 4, 1, head_dim) }.check(device, kernel, &tokens);
+    });
+}
+
+#[test]
+fn a_head_dim_without_tiles_is_an_error() {
+    let Some(device) = common::device("a_head_dim_without_tiles_is_an_error") else { return };
+    let case = Case::plain(3, 1, 1, 24);
+    let fused = device.upload(&random_bf16(1, 3 * case.columns()[3])).expect("uploaded");
+    let part = Matrix { view: fused.view(), n_rows: 3, width: 24, stride: case.columns()[3] };
+    let attention = Attention { q: part, k: part, v: part, head_dim: 24, window: None, scale: 1.0, softcap: None };
+    let mut out = device.filled(3 * 24, 0).expect("room");
+    let message = device.attention(&attention, &mut out.view_mut(), 24).expect_err("no tiles").to_string();
+    assert_eq!(message, "kernels/attention_mma.cu takes head dims of multiples of 16 up to 256, found 24");
 }

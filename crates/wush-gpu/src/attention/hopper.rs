@@ -111,7 +111,7 @@ impl Shape {
 /// `HeadDim`, `NotForDevice`, `TooLarge`, `Library`, `Compile`, `Driver`.
 pub(super) fn launch(
     device: &Device,
-    attention: &Attention<'_>,
+    attention: &Attention<'_, bf16>,
     shape: &Shape,
     out: &mut ViewMut<'_, bf16>,
 ) -> Result<()> {
@@ -165,7 +165,15 @@ mod tests {
 
     #[test]
     fn heads_run_together_by_groups_while_their_keys_fit_the_cache() {
-        let shape = |n_tokens| Shape { n_tokens, n_heads: 32, group: 4, head_dim: 128, window: 0, out_stride: 4096 };
+        let shape = |n_tokens| Shape {
+            n_tokens,
+            n_heads: 32,
+            group: 4,
+            head_dim: 128,
+            window: 0,
+            strides: [4096, 1024, 1024],
+            out_stride: 4096,
+        };
         assert_eq!([1, 4096, 16_384, 1 << 30].map(|n_tokens| shape(n_tokens).heads_at_once()), [32, 32, 12, 4]);
     }
 }
