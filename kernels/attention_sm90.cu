@@ -24,8 +24,8 @@
 // reference, and p <= 2^8 (n_tokens) stays far from overflow. p is rounded to bf16 before it meets v. The order of every sum is fixed.
 // A value that is not finite can spoil the up to BLOCK_N - 1 queries before it too (0 · NaN), as it spoils all that follow.
 // Oracle: attention in f64; tolerance 4e-3 of the output's norm (rounding of p and of the output to bf16, 1.5e-3 each; 2.2e-3 seen).
-// Floor: 4 HEAD_DIM operations for each pair (t, s) over the rate of a large bf16 product, 674 TFLOP/s sustained on an H200 (750 to 800
-//   in short runs). Seen there at 32768 tokens: HEAD_DIM 128, 32/8 heads 665 (sustained 655), 64 545 (530), 256, 16/8 heads 770 (720).
+// Floor: 4 HEAD_DIM operations for each pair (t, s) over the rate of a large bf16 product, 670 TFLOP/s sustained on an H200 (750 to 800
+//   in short runs). Seen there at 32768 tokens: HEAD_DIM 128, 32/8 heads 677 (sustained 670), 64 560 (530), 256, 16/8 heads 751 (720).
 #include "common.cuh"
 
 constexpr u32 ROWS = 64;  // of a consumer: the M of wgmma
@@ -204,7 +204,7 @@ struct Shared {
         for (u32 i = 0; i < STAGES; i++) {
             barrier_init(k_full + 8 * i, 1);
             barrier_init(v_full + 8 * i, 1);
-            barrier_init(k_empty + 8 * i, 4 * CONSUMERS); // a lane of each warp
+            barrier_init(k_empty + 8 * i, 4 * CONSUMERS);  // a lane of each warp
             barrier_init(v_empty + 8 * i, 4 * CONSUMERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -373,9 +373,11 @@ struct Consumer {
     const float cap_factor;
     Place k, v;
 
-    // The tensor cores go round: they are taken before a step's products are issued and then passed on.
+    // The tensor cores go round: they are taken before a step's products are issued and then passed on, at the very end to nobody.
     __device__ __forceinline__ void take_turn() const { named_sync(1 + index, 2 * WARPGROUP); }
-    __device__ __forceinline__ void pass_turn() const { named_arrive(1 + (index + 1) % CONSUMERS, 2 * WARPGROUP); }
+    __device__ __forceinline__ void pass_turn(bool is_last_step) const {
+        if (!is_last_step || index + 1 < CONSUMERS) named_arrive(1 + (index + 1) % CONSUMERS, 2 * WARPGROUP);
+    }
 
     __device__ __forceinline__ void issue_qk(Rows& r) const {
         const u64 q = descriptor(mem.q + index * ROWS * CHUNK_ROW_BYTES, 16);
@@ -416,13 +418,15 @@ struct Consumer {
         r.mask(row - block * static_cast<i32>(BLOCK_N) - 2 * static_cast<i32>(lane % 4), window);
     }
 
-    __device__ __forceinline__ void first_step(Rows& r, i32 block) {
-        barrier_wait(mem.k_full, 0);
+    __device__ __forceinline__ void await_keys() const { barrier_wait(mem.k_full + 8 * k.stage, k.parity); }
+
+    __device__ __forceinline__ void first_step(Rows& r, i32 block, bool is_last) {
+        await_keys();
         take_turn();
         pin(r.scores);
         wgmma_fence();
         issue_qk(r);
-        pass_turn();
+        pass_turn(is_last);
         wgmma_wait<0>();
         finish_qk(r);
         mask(r, block);
@@ -431,30 +435,25 @@ struct Consumer {
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void step(Rows& r, i32 block) {
-        barrier_wait(mem.k_full + 8 * k.stage, k.parity);
+    __device__ __forceinline__ void step(Rows& r, i32 block, bool is_last) {
+        await_keys();
         take_turn();
         pin(r.scores);
         pin(r.out);
         wgmma_fence();
         issue_qk(r);
         issue_pv(r);
-        pass_turn();
+        pass_turn(is_last);
         wgmma_wait<1>();
         finish_qk(r);
         if (MASKED) mask(r, block);
         r.softmax(scale);
-        pin(r.scores);
-        // A wait in each branch: before the branch the compiler would move it up, over the exponentials.
-        if (r.moved) {
-            wgmma_wait<0>();
-            pin(r.out);
-            r.shrink_out();
-        } else {
-            wgmma_wait<0>();
-            pin(r.out);
-        }
+        // All warps of a warpgroup must wait at one instruction: not in the branches of `moved`. The compiler moves it up to between the
+        // maxima and the exponentials; held below them it was no faster.
+        wgmma_wait<0>();
+        pin(r.out);
         finish_pv(r);
+        if (r.moved) r.shrink_out();
         r.round_probs();
     }
 
@@ -463,13 +462,15 @@ struct Consumer {
         const i32 clear_to = (first_row + 1) / static_cast<i32>(BLOCK_N);
         const i32 unread = first_row + static_cast<i32>(ROWS) - window; // keys that the last row does not read
         const i32 clear_from = window != 0 && unread > 0 ? (unread - 1) / static_cast<i32>(BLOCK_N) + 1 : 0;
-        if (index == CONSUMERS - 1) pass_turn();
+        if (index == CONSUMERS - 1) pass_turn(false);
         barrier_wait(mem.q_full, 0);
         i32 block = work.last_block;
-        first_step(r, block--);
-        for (; block >= work.first_block && block >= clear_to; block--) step<true>(r, block);
-        for (; block >= work.first_block && block >= clear_from; block--) step<false>(r, block);
-        for (; block >= work.first_block; block--) step<true>(r, block);
+        const i32 last = work.first_block; // of the steps
+        first_step(r, block, block == last);
+        block--;
+        for (; block >= last && block >= clear_to; block--) step<true>(r, block, block == last);
+        for (; block >= last && block >= clear_from; block--) step<false>(r, block, block == last);
+        for (; block >= last; block--) step<true>(r, block, block == last);
         pin(r.out);
         issue_pv(r);
         wgmma_wait<0>();
