@@ -18,6 +18,7 @@
 //! ```
 
 pub mod attention;
+pub mod bench;
 pub mod compiler;
 pub mod convert;
 pub mod elementwise;
