@@ -19,8 +19,8 @@
 // bf16 (2^-17 a term).
 // Oracle: attention in f64. Tolerance 4e-3 of the output's norm (rounding of p and of the output to bf16, 1.5e-3 each; 2.2e-3 seen),
 //   with EXACT 2e-5 (2.4e-6 seen).
-// Floor: 4 · HEAD_DIM operations for each pair (t, s) over the rate of `mma.sync`: 630 TFLOP/s from registers alone on an H200. Seen
-//   there at 32768 tokens, HEAD_DIM 128, 32/8 heads: 352 to 389; at 16384 tokens 64 325, 80 341, 96 353, 112 354, 256 300.
+// Floor: 4 · HEAD_DIM operations for each pair (t, s) over the rate of `mma.sync`: 590 to 630 TFLOP/s from registers alone on an H200.
+//   Seen there at 32768 tokens, HEAD_DIM 128, 32/8 heads: 352 to 389; at 16384 tokens 64 325, 80 341, 96 350, 112 355, 256 295.
 #include "common.cuh"
 
 #ifndef SOFTCAP
