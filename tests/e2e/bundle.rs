@@ -172,13 +172,15 @@ fn what_passed_narrowly_is_a_note_and_no_failure() {
     let scratch = Scratch::new();
     wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--verify-sequences", "0"]));
     let run = wush(&scratch).ok(&["inspect", "bundle"]);
-    assert!(run.stdout.contains("  note  enough calibration") && run.stdout.contains("ok, 2 warnings ("), "{run:?}");
+    assert!(run.stdout.contains("  note  enough calibration") && run.stdout.contains("ok, 3 warnings ("), "{run:?}");
     let report = wush(&scratch).ok(&["inspect", "bundle", "--format", "json"]).json();
     let notes: Vec<_> = report["notes"].as_array().expect("notes").iter().filter_map(Value::as_str).collect();
     assert!(
-        notes.len() == 2 && notes.iter().any(|note| note.starts_with("enough calibration: 576 tokens")),
+        notes.len() == 3 && notes.iter().any(|note| note.starts_with("enough calibration: 576 tokens")),
         "{notes:?}"
     );
+    let length = "calibrated length: 96 tokens of the 4096 positions that the model reaches: of later ones";
+    assert!(notes.iter().any(|note| note.starts_with(length)), "{notes:?}");
     assert!(report["checks"].as_array().expect("checks").iter().all(|check| check["ok"] == true));
 }
 
@@ -268,6 +270,7 @@ fn a_manifest_is_held_to_what_can_be_computed_again() {
     let alone = args([&"inspect", &"bundle", &"--format", &"json"]);
     let with_base = args([&"inspect", &"bundle", &"--base", &model(), &"--format", &"json"]);
     let (keys, values) = ("key transforms are the solver's", "value transforms are the solver's");
+    let (key_feedback, value_feedback) = ("key feedback is the solver's", "value feedback is the solver's");
     // Of the values' figures, what the base's weights decide.
     let fit = "value transforms fit the base";
     for (place, value, expected, without_base) in [
@@ -275,10 +278,10 @@ fn a_manifest_is_held_to_what_can_be_computed_again() {
         ("/basis/kind", "original".into(), &["basis"], true),
         ("/fold/dtype", "f32".into(), &["fold dtype"], true),
         ("/calibration/sequences", 5.into(), &["calibration figures"], true),
-        ("/layers/2/key/1/cond_gram", 0.5.into(), &["solver's figures"], true),
+        ("/layers/2/key/1/cond_gram", 0.5.into(), &["solver's figures", key_feedback], true),
         ("/layers/2/key/1/cond_transform", 1.0.into(), &[keys], true),
-        ("/layers/2/value/1", whole["layers"][3]["value"][0].clone(), &[values, fit], true),
-        ("/layers/2/value/1/imbalance", 0.123.into(), &[fit], true),
+        ("/layers/2/value/1", whole["layers"][3]["value"][0].clone(), &[values, value_feedback, fit], true),
+        ("/layers/2/value/1/imbalance", 0.123.into(), &[value_feedback, fit], true),
         ("/solve/stats_hash", Value::Null, &["solver's record"], true),
         ("/fold/max_rel_error", 1e-4.into(), &["fold error"], false),
         ("/fold/worst_layer", 6.into(), &["fold error"], false),

@@ -218,6 +218,9 @@ pub struct HeadReport {
     pub feedback_gain: Option<f64>,
     /// Largest relative deviation of the diagonal of T^{-T} H T^{-1} from its mean (Eq. 21).
     pub imbalance: f64,
+    /// ‖μ‖ of the mean that is taken from the head's keys; absent where it is not centred, and of values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mean_norm: Option<f64>,
 }
 
 impl HeadReport {

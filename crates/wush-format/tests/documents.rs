@@ -28,6 +28,7 @@ fn head_report() -> HeadReport {
         feedback_gain: None,
         predicted_gain: 1.5,
         imbalance: 7.450580596923828e-9,
+        mean_norm: None,
     }
 }
 

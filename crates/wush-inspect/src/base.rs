@@ -9,18 +9,18 @@ use std::path::Path;
 use rayon::prelude::*;
 use wush_checkpoint::Checkpoint;
 use wush_fold::{HeadCheck, HeadWeights, Roundings, TransformCheck, check_head, check_transform};
-use wush_format::bundle::ValueSidecar;
 use wush_format::manifest::Manifest;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::{Dtype, TensorView};
 use wush_model::spec::ModelSpec;
 
+use crate::bundle::StoredValues;
 use crate::files::list;
-use crate::hessian::contradiction;
+use crate::hessian::{ValueHead, contradiction};
 use crate::inspect::Base;
 use crate::number::{count, finite, shown, worse};
 use crate::report::{FoldAudit, Report};
-use crate::sidecars::value_head;
+use crate::sidecars::{feedback_head, value_head};
 use crate::solver::Precision;
 use crate::{InspectError, Result, coordinates, index, manifest};
 
@@ -30,8 +30,8 @@ pub(crate) struct Comparison<'a> {
     pub(crate) spec: &'a ModelSpec,
     /// A bundle's manifest, when it could be read.
     pub(crate) manifest: Option<&'a Manifest>,
-    /// The transforms that were folded, of a bundle.
-    pub(crate) values: Option<&'a ValueSidecar>,
+    /// The transforms that were folded, and the feedback, of a bundle.
+    pub(crate) values: &'a StoredValues,
     /// How often the weights may have been rounded since they were the base's.
     pub(crate) roundings: Roundings,
     pub(crate) base: &'a Base,
@@ -82,7 +82,7 @@ impl Comparison<'_> {
         add("folded values", "W_V' is some T·W_V", |check| worse(check.values, check.bias));
         add("folded outputs", "W_O' is W_O·T⁻¹ of the same T", |check| check.outputs);
         add("same function", "W_O'·W_V' is W_O·W_V", |check| check.product);
-        if self.values.is_some() {
+        if self.values.transforms.is_some() {
             let stated = |Found { check, stated, .. }: &Found| {
                 let excess = stated.as_ref().map_or(f64::INFINITY, |stated| worse(stated.values, stated.outputs));
                 (check.layer, check.head, excess)
@@ -94,7 +94,7 @@ impl Comparison<'_> {
             add_check(report, "value sidecar is what was folded", what, explained, &stated);
         }
         if let Some(stated) = self.manifest {
-            if self.values.is_some() && !stated.layers.is_empty() {
+            if self.values.transforms.is_some() && !stated.layers.is_empty() {
                 report.check_result("value transforms fit the base", unfit(&found));
             }
             let errors: Vec<_> = found.iter().map(|head| (head.check.layer, head.check.rel_error)).collect();
@@ -125,13 +125,15 @@ impl Comparison<'_> {
                 let attn = &self.spec.layers[layer].attn;
                 let old = HeadWeights::read(&self.base.checkpoint, attn, layer, head)?;
                 let new = HeadWeights::read(self.checkpoint, attn, layer, head)?;
-                let transform = self.values.map(|values| value_head(values, layer, head));
+                let transform = self.values.transforms.as_ref().map(|values| value_head(values, layer, head));
                 let transform = transform.filter(|transform| transform.len() == attn.head_dim * attn.head_dim);
                 let stated = transform.as_ref().map(|transform| check_transform(&old, &new, transform));
                 let record = self.manifest.map(manifest::record);
-                let misfit = transform
-                    .zip(record)
-                    .and_then(|(transform, record)| contradiction(&old, &transform, &record, Precision::F32));
+                let lower = self.values.feedback.as_ref().map(|feedback| feedback_head(feedback, layer, head));
+                let misfit = transform.zip(record).and_then(|(matrix, record)| {
+                    let stored = ValueHead { matrix: &matrix, lower: lower.as_deref() };
+                    contradiction(&old, stored, &record, Precision::F32)
+                });
                 self.monitor.advance(1);
                 let coordinates = match self.roundings {
                     Roundings::One => 0.0,

@@ -11,18 +11,21 @@ use wush_format::bundle::{
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{FileEntry, LayerReport, Manifest, ModuleError, Sensitivity, Status};
 use wush_format::monitor::Monitor;
-use wush_model::arch;
+use wush_model::arch::{self, RopeScaling};
 use wush_model::spec::ModelSpec;
 use wush_transform::Role;
 
 use crate::base::{Comparison, other_model};
+use crate::extras::{check_centered, check_feedback, check_means};
 use crate::inspect::Base;
+use crate::metric::check_metric;
 use crate::number::{count, digest, shown};
 use crate::report::{Kind, Report};
 use crate::sidecars::{
-    Model, check_key, check_key_extras, check_value, check_value_feedback, stored_keys, stored_values,
+    Model, centered, check_key, check_key_extras, check_value, check_value_feedback, key_feedback, stored_keys,
+    stored_values, value_feedback,
 };
-use crate::solver::{Precision, check_length, check_record, check_stored, describe_settings};
+use crate::solver::{Precision, Record, check_length, check_record, check_stored, describe_settings};
 use crate::{InspectError, Result, files, index, manifest};
 
 /// Tokens a head dimension below which a calibration is called small. The relative error of a covariance's eigenvalues is
@@ -77,39 +80,49 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
         report.check_result("index", total);
     }
     let model = Model { spec: &spec, hash: Some(hash) };
-    let values = check_sidecars(&mut report, &wush, model, manifest.as_ref());
+    let values = check_sidecars(&mut report, &wush, (model, &checkpoint), manifest.as_ref());
     if let Some(base) = base {
         if other_model(&base.spec, &spec).is_none() {
             check_source(&mut report, manifest.as_ref(), base, monitor)?;
         }
         let (checkpoint, manifest, roundings) = (&checkpoint, manifest.as_ref(), Roundings::One);
-        Comparison { checkpoint, spec: &spec, manifest, values: values.as_ref(), roundings, base, monitor }
-            .run(&mut report)?;
+        Comparison { checkpoint, spec: &spec, manifest, values: &values, roundings, base, monitor }.run(&mut report)?;
     }
     Ok(report)
 }
 
-/// Both sidecars, against the model and the manifest; the value sidecar, when it could be read.
+/// What was stored of the values, when it could be read.
+#[derive(Default)]
+pub(crate) struct StoredValues {
+    pub(crate) transforms: Option<ValueSidecar>,
+    pub(crate) feedback: Option<ValueFeedback>,
+}
+
+/// The sidecars, against the model and the manifest.
 fn check_sidecars(
     report: &mut Report,
     wush: &Path,
-    model: Model<'_>,
+    (model, checkpoint): (Model<'_>, &Checkpoint),
     manifest: Option<&Manifest>,
-) -> Option<ValueSidecar> {
+) -> StoredValues {
     let record = manifest.map(manifest::record);
     match KeySidecar::load(&wush.join(KEY_TRANSFORMS)) {
         Ok(sidecar) => {
             check_key(report, &sidecar, Some(model));
-            if let Some(record) = &record {
-                check_stored(report, Role::Key, &stored_keys(&sidecar), record, Precision::F32);
-                check_key_extras(report, &sidecar, Some(record));
+            match &record {
+                Some(record) => check_keys(report, &sidecar, record, (model, checkpoint)),
+                None => check_key_extras(report, &sidecar),
             }
         }
         Err(error) => report.check("key sidecar", false, error.to_string()),
     }
+    let mut values = StoredValues::default();
     if manifest.is_some_and(|manifest| manifest.solve.feedback) {
         match ValueFeedback::load(&wush.join(VALUE_FEEDBACK)) {
-            Ok(feedback) => check_value_feedback(report, &feedback, Some(model)),
+            Ok(feedback) => {
+                check_value_feedback(report, &feedback, Some(model));
+                values.feedback = Some(feedback);
+            }
             Err(error) => report.check("value feedback", false, error.to_string()),
         }
     }
@@ -117,15 +130,34 @@ fn check_sidecars(
         Ok(sidecar) => {
             check_value(report, &sidecar, Some(model));
             if let Some(record) = &record {
-                check_stored(report, Role::Value, &stored_values(&sidecar), record, Precision::F32);
+                let stored = stored_values(&sidecar);
+                check_stored(report, Role::Value, &stored, record, Precision::F32);
+                let feedback = values.feedback.as_ref().map(value_feedback).unwrap_or_default();
+                check_metric(report, Role::Value, (&stored, &feedback), record, Precision::F32);
             }
-            Some(sidecar)
+            values.transforms = Some(sidecar);
         }
-        Err(error) => {
-            report.check("value sidecar", false, error.to_string());
-            None
-        }
+        Err(error) => report.check("value sidecar", false, error.to_string()),
     }
+    values
+}
+
+/// A key sidecar against the solver's record; its means against the weights, whose key projections are the source's own.
+fn check_keys(
+    report: &mut Report,
+    sidecar: &KeySidecar,
+    record: &Record<'_>,
+    (model, checkpoint): (Model<'_>, &Checkpoint),
+) {
+    let (stored, centered, feedback) = (stored_keys(sidecar), centered(sidecar), key_feedback(sidecar));
+    check_stored(report, Role::Key, &stored, record, Precision::F32);
+    check_centered(report, &centered, record);
+    // With the scaling that the keys were measured under.
+    let scaling = record.calibration.and_then(|calibration| calibration.rope_scaling.as_deref()?.parse().ok());
+    let scaled = scaling.and_then(|scaling: RopeScaling| arch::resolve(checkpoint, Some(&scaling)).ok());
+    check_means(report, &centered, checkpoint, scaled.as_ref().unwrap_or(model.spec));
+    check_feedback(report, Role::Key, &feedback, record);
+    check_metric(report, Role::Key, (&stored, &feedback), record, Precision::F32);
 }
 
 /// Everything that the manifest says about itself and the files.

@@ -8,17 +8,26 @@ use wush_fold::{HeadWeights, invert};
 use wush_format::manifest::HeadReport;
 use wush_transform::{Factor, HeadMeasures, HeadProblem, Needs, find, hadamard, measure, sensitivity};
 
+use crate::metric::other_feedback;
 use crate::number::shown;
 use crate::solver::{Precision, REL_TOL, Record};
 
 /// What the solver's own arithmetic, and sums in another order, leave relatively: 2^-40, above d·ε for d ≤ 2^12.
-const ARITHMETIC: f64 = 1.0 / (1u64 << 40) as f64;
+pub(crate) const ARITHMETIC: f64 = 1.0 / (1u64 << 40) as f64;
 
-/// The first thing that the record says of one head's value transform, row-major `[d, d]`, and that cannot be with the base's
-/// weights; none where it says nothing.
+/// What is stored of one value head, widened, row-major `[d, d]`.
+pub(crate) struct ValueHead<'a> {
+    /// T.
+    pub(crate) matrix: &'a [f64],
+    /// L, where there is feedback.
+    pub(crate) lower: Option<&'a [f64]>,
+}
+
+/// The first thing that the record says of one value head and that cannot be with the base's weights; none where it says
+/// nothing.
 pub(crate) fn contradiction(
     base: &HeadWeights,
-    matrix: &[f64],
+    ValueHead { matrix, lower }: ValueHead<'_>,
     record: &Record<'_>,
     precision: Precision,
 ) -> Option<String> {
@@ -39,12 +48,17 @@ pub(crate) fn contradiction(
         Err(error) => return Some(error.to_string()),
     };
     let tol = REL_TOL + 2.0 * dim as f64 * precision.roundoff() * found.cond_transform;
-    let problem = other_figure(&found, stated, &hessian, tol);
+    let head = Head { matrix, inverse: &inverse, hessian: &hessian, dim, damping: record.solve.damping };
+    let feedback = || other_feedback(&head, lower?, stated, precision);
+    let problem = other_figure(&found, stated, &hessian, tol).or_else(feedback);
     if kind.is_orthogonal {
         return problem;
     }
-    let head = Head { matrix, inverse: &inverse, hessian: &hessian, dim, damping: record.solve.damping };
-    let problem = problem.or_else(|| other_gain(&head, stated, tol));
+    let gain = || {
+        let (stated, expected) = (shown(stated.predicted_gain), shown(other_gain(&head, stated, tol)?));
+        Some(format!("predicted_gain {stated}, the transform and the base's output projection give {expected}"))
+    };
+    let problem = problem.or_else(gain);
     // Another orthogonal factor depends on the Gram matrix or the seed: with R unknown, any T is a solution for some M.
     let is_hadamard = record.solve.factor == Factor::PUBLISHED.name;
     problem.or_else(|| is_hadamard.then(|| other_solution(&head, precision)).flatten())
@@ -106,33 +120,29 @@ fn other_figure(found: &HeadMeasures, stated: &HeadReport, hessian: &[f64], tol:
     Some(format!("{name} {}, the base's output projection gives {}", shown(stated), shown(found)))
 }
 
-/// A transform of Eq. 1 and the Hessian that it was solved for.
-struct Head<'a> {
-    matrix: &'a [f64],
-    inverse: &'a [f64],
-    hessian: &'a [f64],
-    dim: usize,
-    damping: f64,
+/// A transform and the Hessian that it was solved for, row-major `[d, d]`.
+pub(crate) struct Head<'a> {
+    pub(crate) matrix: &'a [f64],
+    pub(crate) inverse: &'a [f64],
+    /// Undamped.
+    pub(crate) hessian: &'a [f64],
+    pub(crate) dim: usize,
+    pub(crate) damping: f64,
 }
 
 /// Eq. 1's scale makes tr(T M' Tᵀ) = tr(M') of the damped M' = M + γ tr(M)/d I. So tr(T M Tᵀ) / tr(M) is 1 + γ − γ ‖T‖²/d, and
 /// the gain tr(M) tr(H) / (tr(T M Tᵀ) tr(T⁻ᵀHT⁻¹)) follows from T and H, whatever M was. By definition it is 1 where M or H is zero.
-fn other_gain(head: &Head<'_>, stated: &HeadReport, tol: f64) -> Option<String> {
+/// The gain that should be stated, where another is.
+pub(crate) fn other_gain(head: &Head<'_>, stated: &HeadReport, tol: f64) -> Option<f64> {
     let trace: f64 = head.hessian.iter().step_by(head.dim + 1).sum();
-    let cost: f64 = match sensitivity(head.inverse, head.hessian, head.dim) {
-        Ok(diagonal) => diagonal.iter().sum(),
-        Err(error) => return Some(error.to_string()),
-    };
+    let cost = sensitivity(head.inverse, head.hessian, head.dim).map_or(f64::NAN, |diagonal| diagonal.iter().sum());
     let added = head.damping * head.matrix.iter().map(|x| x * x).sum::<f64>() / head.dim as f64;
     let kept = 1.0 + head.damping - added;
     let lossless = trace == 0.0 || stated.rank_gram == 0;
     let expected = if lossless { 1.0 } else { trace / (cost * kept) };
     let tol = if lossless { REL_TOL } else { tol + tol * added / kept.abs() };
     let close = expected > 0.0 && (stated.predicted_gain - expected).abs() <= tol * expected;
-    (!close).then(|| {
-        let (stated, expected) = (shown(stated.predicted_gain), shown(expected));
-        format!("predicted_gain {stated}, the transform and the base's output projection give {expected}")
-    })
+    (!close).then_some(expected)
 }
 
 /// Whether some Gram matrix has this T by Eq. 1: with the Hadamard matrix ℋ and H' = L Lᵀ of the damped H, the rows of

@@ -15,6 +15,7 @@ use wush_model::arch;
 use wush_model::spec::ModelSpec;
 
 use crate::base::Comparison;
+use crate::bundle::StoredValues;
 use crate::number::{bytes, count, digest};
 use crate::report::{Kind, Report};
 use crate::{InspectError, Result, bundle, index, sidecars, statistics, transforms};
@@ -123,8 +124,8 @@ fn directory(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<
     {
         // It may be the original, folded once, or folded and unfolded.
         let roundings = Roundings::Two;
-        let (checkpoint, manifest) = (&checkpoint, None);
-        Comparison { checkpoint, spec: &spec, manifest, values: None, roundings, base, monitor }.run(&mut report)?;
+        let (checkpoint, manifest, values) = (&checkpoint, None, &StoredValues::default());
+        Comparison { checkpoint, spec: &spec, manifest, values, roundings, base, monitor }.run(&mut report)?;
     }
     Ok(report)
 }
@@ -157,7 +158,7 @@ fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Repor
             match KeySidecar::from_file(&file) {
                 Ok(sidecar) => {
                     sidecars::check_key(&mut report, &sidecar, None);
-                    sidecars::check_key_extras(&mut report, &sidecar, None);
+                    sidecars::check_key_extras(&mut report, &sidecar);
                 }
                 Err(error) => report.check("key sidecar", false, error.to_string()),
             }

@@ -6,10 +6,10 @@ use wush_format::hash::Sha;
 use wush_model::spec::ModelSpec;
 use wush_transform::{Role, condition_number};
 
-use crate::extras::{Centered, Feedback, check_centered, check_factors, check_feedback};
+use crate::extras::{Centered, Feedback, check_factors};
 use crate::number::{count, digest, finite, shown, worse};
 use crate::report::Report;
-use crate::solver::{Record, Stored};
+use crate::solver::Stored;
 
 /// Unit roundoff of f32.
 const F32_ROUNDOFF: f64 = f32::EPSILON as f64 / 2.0;
@@ -91,48 +91,43 @@ pub(crate) fn check_key(report: &mut Report, sidecar: &KeySidecar, model: Option
     conditions.check(report, "key conditioning");
 }
 
-/// Checks of a key sidecar's means and feedback; against the record of the solver, if there is one.
-pub(crate) fn check_key_extras(report: &mut Report, sidecar: &KeySidecar, record: Option<&Record<'_>>) {
-    let feedback: Vec<Feedback> = sidecar
-        .layers
-        .iter()
-        .filter_map(|(&layer, entry)| Some((layer, entry, entry.key_feedback.as_deref()?)))
-        .flat_map(|(layer, entry, data)| Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, data))
-        .collect();
-    match record {
-        Some(record) => {
-            let centered = |(&layer, entry): (&usize, &KeyLayer)| Centered {
-                layer,
-                n_heads: entry.n_kv_heads,
-                has_means: entry.key_mean.is_some(),
-                heads: centered_heads(entry),
-            };
-            check_centered(report, sidecar.layers.iter().map(centered).collect(), record);
-            check_feedback(report, Role::Key, &feedback, record);
-        }
-        None => {
-            let n_centered: usize = sidecar.layers.values().map(|entry| centered_heads(entry).len()).sum();
-            report.fact("centred keys", count(n_centered, "head"));
-            check_factors(report, Role::Key, &feedback);
-        }
-    }
+/// Checks of a key sidecar that is alone: what its means and feedback can be without a record of the solver.
+pub(crate) fn check_key_extras(report: &mut Report, sidecar: &KeySidecar) {
+    let n_centered: usize = centered(sidecar).iter().map(|layer| layer.heads.len()).sum();
+    report.fact("centred keys", count(n_centered, "head"));
+    check_factors(report, Role::Key, &key_feedback(sidecar));
 }
 
-/// Heads whose mean is not all zero.
-fn centered_heads(entry: &KeyLayer) -> Vec<usize> {
-    let Some(means) = &entry.key_mean else { return Vec::new() };
-    let is_centered = |head: &usize| means.iter().skip(head * entry.head_dim).take(entry.head_dim).any(|&x| x != 0.0);
-    (0..entry.n_kv_heads).filter(is_centered).collect()
+/// A key sidecar's means.
+pub(crate) fn centered(sidecar: &KeySidecar) -> Vec<Centered> {
+    let widen = |means: &[f32]| means.iter().map(|&x| f64::from(x)).collect();
+    let of_layer = |(&layer, entry): (&usize, &KeyLayer)| {
+        Centered::new(layer, entry.n_kv_heads, entry.key_mean.as_deref().map(widen))
+    };
+    sidecar.layers.iter().map(of_layer).collect()
+}
+
+/// A key sidecar's feedback matrices.
+pub(crate) fn key_feedback(sidecar: &KeySidecar) -> Vec<Feedback> {
+    let of_layer = |(&layer, entry): (&usize, &KeyLayer)| {
+        Some(Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, entry.key_feedback.as_deref()?))
+    };
+    sidecar.layers.iter().filter_map(of_layer).flatten().collect()
+}
+
+/// The values' feedback matrices.
+pub(crate) fn value_feedback(feedback: &ValueFeedback) -> Vec<Feedback> {
+    let of_layer = |(&layer, entry): (&usize, &FeedbackLayer)| {
+        Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, &entry.value_feedback)
+    };
+    feedback.layers.iter().flat_map(of_layer).collect()
 }
 
 /// Checks of the values' feedback.
 pub(crate) fn check_value_feedback(report: &mut Report, feedback: &ValueFeedback, model: Option<Model<'_>>) {
     let shapes = feedback.layers.iter().map(|(&layer, entry)| (layer, [entry.n_kv_heads, entry.head_dim]));
     check_fit(report, "value feedback", shapes.collect(), feedback.model_hash, model);
-    let of_layer = |(&layer, entry): (&usize, &FeedbackLayer)| {
-        Feedback::of_layer(layer, entry.n_kv_heads, entry.head_dim, &entry.value_feedback)
-    };
-    check_factors(report, Role::Value, &feedback.layers.iter().flat_map(of_layer).collect::<Vec<_>>());
+    check_factors(report, Role::Value, &value_feedback(feedback));
 }
 
 /// T_K and T_K^{-T} of one head, widened.
@@ -211,6 +206,13 @@ pub(crate) fn value_head(sidecar: &ValueSidecar, layer: usize, head: usize) -> V
     let Some(entry) = sidecar.layers.get(&layer) else { return Vec::new() };
     let n = entry.head_dim * entry.head_dim;
     entry.value.iter().skip(head * n).take(n).map(|&x| f64::from(x)).collect()
+}
+
+/// L of one value head, widened; empty when there is none.
+pub(crate) fn feedback_head(feedback: &ValueFeedback, layer: usize, head: usize) -> Vec<f64> {
+    let Some(entry) = feedback.layers.get(&layer) else { return Vec::new() };
+    let n = entry.head_dim * entry.head_dim;
+    entry.value_feedback.iter().skip(head * n).take(n).map(|&x| f64::from(x)).collect()
 }
 
 /// Layers, heads and dimensions as the model's, and the hash of its weights.

@@ -35,6 +35,17 @@ pub(crate) struct Record<'a> {
     pub(crate) layers: &'a [LayerReport],
 }
 
+impl<'a> Record<'a> {
+    /// What the solver's report says of one head, where it has it.
+    pub(crate) fn head(&self, role: Role, layer: usize, head: usize) -> Option<&'a HeadReport> {
+        let of_layer = self.layers.iter().find(|report| report.layer == layer)?;
+        match role {
+            Role::Key => of_layer.key.get(head),
+            Role::Value => of_layer.value.get(head),
+        }
+    }
+}
+
 /// One stored transform, widened.
 pub(crate) struct Stored {
     pub(crate) layer: usize,
@@ -144,7 +155,10 @@ pub(crate) fn check_length(report: &mut Report, max_seq_len: u64, rope_scaling: 
     let longest = scaling.map_or(own, |scaling| scaling.scaled_positions(own)) as u64;
     let with = rope_scaling.map(|text| format!(" with {text}")).unwrap_or_default();
     let detail = format!("{max_seq_len} tokens of the {longest} positions that the model reaches{with}");
-    report.check("calibrated length", max_seq_len <= longest, detail);
+    if max_seq_len < longest {
+        return report.warn("calibrated length", format!("{detail}: of later ones the statistics say nothing"));
+    }
+    report.check("calibrated length", max_seq_len == longest, detail);
 }
 
 /// The first figure that no statistics could have given.
@@ -293,5 +307,6 @@ pub fn head_report(measures: &HeadMeasures) -> HeadReport {
         predicted_gain: measures.predicted_gain,
         feedback_gain: None,
         imbalance: measures.imbalance,
+        mean_norm: None,
     }
 }

@@ -9,10 +9,11 @@ use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_transform::Role;
 
 use crate::bundle::{add_layers, check_calibration, describe_calibration};
-use crate::extras::{Centered, Feedback, check_centered, check_feedback};
+use crate::extras::{Centered, Feedback, check_centered, check_feedback, check_means};
 use crate::files::list;
-use crate::hessian::contradiction;
+use crate::hessian::{ValueHead, contradiction};
 use crate::inspect::Base;
+use crate::metric::check_metric;
 use crate::number::count;
 use crate::report::{Kind, Report};
 use crate::sidecars::Conditions;
@@ -42,12 +43,17 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
     for role in [Role::Key, Role::Value] {
         check_invertible(&mut report, &transforms, role);
     }
-    check_extras(&mut report, &transforms, &record);
+    let centered = centered(&transforms);
+    check_centered(&mut report, &centered, &record);
     for role in [Role::Key, Role::Value] {
-        check_stored(&mut report, role, &stored(&transforms, role), &record, Precision::F64);
+        let (stored, feedback) = (stored(&transforms, role), feedback(&transforms, role));
+        check_feedback(&mut report, role, &feedback, &record);
+        check_stored(&mut report, role, &stored, &record, Precision::F64);
+        check_metric(&mut report, role, (&stored, &feedback), &record, Precision::F64);
     }
     if let Some(base) = base {
         check_shapes(&mut report, &transforms, base);
+        check_means(&mut report, &centered, &base.checkpoint, &base.spec);
         if let Some(calibration) = &transforms.calibration {
             check_length(&mut report, calibration.max_seq_len, calibration.rope_scaling.as_deref(), &base.spec);
         }
@@ -60,11 +66,13 @@ pub(crate) fn inspect(path: &Path, file: &TensorFile, base: Option<&Base>) -> Re
 
 /// Every value transform and its report against the base's output projection.
 fn check_values(transforms: &Transforms, record: &Record<'_>, base: &Base) -> Result<String, String> {
-    let values = stored(transforms, Role::Value);
+    let (values, feedback) = (stored(transforms, Role::Value), feedback(transforms, Role::Value));
     let problem = |at: &Stored| {
         let attn = &base.spec.layers.get(at.layer).filter(|layer| at.head < layer.attn.n_kv_heads)?.attn;
+        let lower = feedback.iter().find(|of| (of.layer, of.head) == (at.layer, at.head));
+        let lower = lower.map(|of| of.matrix.as_slice());
         let found = match HeadWeights::read(&base.checkpoint, attn, at.layer, at.head) {
-            Ok(weights) => contradiction(&weights, &at.matrix, record, Precision::F64),
+            Ok(weights) => contradiction(&weights, ValueHead { matrix: &at.matrix, lower }, record, Precision::F64),
             Err(error) => Some(error.to_string()),
         };
         found.map(|found| format!("layer {}, KV head {}: {found}", at.layer, at.head))
@@ -82,29 +90,26 @@ fn describe(report: &mut Report, transforms: &Transforms) {
     report.fact("transform", describe_settings(&transforms.solve));
 }
 
-/// Key means and feedback matrices.
-fn check_extras(report: &mut Report, transforms: &Transforms, record: &Record<'_>) {
-    let centered = transforms.layers.iter().map(|(&layer, entry)| Centered {
-        layer,
-        n_heads: entry.key.n_heads,
-        has_means: entry.key_mean.is_some(),
-        heads: entry.centered_keys(),
-    });
-    check_centered(report, centered.collect(), record);
-    let of = |role: fn(&LayerTransforms) -> &Option<HeadMatrices>| {
-        let heads = |(&layer, entry): (&usize, &LayerTransforms)| {
-            let matrices = role(entry).clone()?;
-            Some((0..matrices.n_heads).map(move |head| Feedback {
-                layer,
-                head,
-                dim: matrices.dim,
-                matrix: matrices.head(head).to_vec(),
-            }))
-        };
-        transforms.layers.iter().filter_map(heads).flatten().collect::<Vec<_>>()
+/// Key means.
+fn centered(transforms: &Transforms) -> Vec<Centered> {
+    let of_layer = |(&layer, entry): (&usize, &LayerTransforms)| {
+        let means = entry.key_mean.as_deref();
+        Centered::new(layer, entry.key.n_heads, means.map(<[f64]>::to_vec))
     };
-    check_feedback(report, Role::Key, &of(|layer| &layer.key_feedback), record);
-    check_feedback(report, Role::Value, &of(|layer| &layer.value_feedback), record);
+    transforms.layers.iter().map(of_layer).collect()
+}
+
+/// Feedback matrices of one role.
+fn feedback(transforms: &Transforms, role: Role) -> Vec<Feedback> {
+    let heads = |(&layer, entry): (&usize, &LayerTransforms)| {
+        let matrices = match role {
+            Role::Key => entry.key_feedback.clone()?,
+            Role::Value => entry.value_feedback.clone()?,
+        };
+        let (n_heads, dim) = (matrices.n_heads, matrices.dim);
+        Some((0..n_heads).map(move |head| Feedback { layer, head, dim, matrix: matrices.head(head).to_vec() }))
+    };
+    transforms.layers.iter().filter_map(heads).flatten().collect()
 }
 
 /// The solver's report has one entry a head, or none at all.

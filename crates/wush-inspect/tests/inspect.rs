@@ -152,7 +152,7 @@ fn text_and_page_say_what_was_found() {
     let hash = report.model_hash.expect("hashed").to_string();
     assert!(serde_json::to_string(&report).expect("JSON").contains(&hash), "JSON has it whole");
     assert!(text.contains(&hash[..12]));
-    assert!(text.trim_end().lines().last().is_some_and(|line| line.starts_with("Verdict: ok (")), "{text}");
+    assert!(text.trim_end().lines().last().is_some_and(|line| line.starts_with("Verdict: ok, 1 warning (")), "{text}");
     let page = to_html(&report);
     for part in [
         "Keys: predicted gain",

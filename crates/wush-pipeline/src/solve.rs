@@ -35,7 +35,7 @@ const CENTER_MIN_ENERGY: f64 = 0.4;
 /// # Errors
 /// `OutputExists`, a file that is no statistics file, `Solve` naming layer and head, `Interrupted`.
 pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveReport> {
-    let out = NewFile::plan_outside_checkpoints(&request.out)?;
+    let out = NewFile::plan(&request.out)?;
     let plan = SolvePlan::new(&request.settings)?;
     let clock = Instant::now();
     require_kind(&request.statistics, STATISTICS)?;
@@ -267,6 +267,9 @@ fn check_centering(info: &StatsInfo, plan: &SolvePlan) -> Result<()> {
 fn place((layers, reports): &mut Layers, head: &Head<'_>, solved: Solved, plan: &SolvePlan) {
     let Solved { solution, mean, feedback } = solved;
     let feedback_gain = feedback.as_ref().map(|feedback| feedback.gain);
+    let norm = |mean: &Vec<f64>| mean.iter().map(|x| x * x).sum::<f64>().sqrt();
+    // An all-zero mean takes nothing from the keys.
+    let mean_norm = mean.as_ref().map(norm).filter(|&norm| norm > 0.0);
     let HeadShape { n_kv_heads, head_dim } = head.shape;
     let layer = layers.entry(head.layer).or_insert_with(|| empty_layer(head.shape, plan));
     let (matrices, factors) = match head.role {
@@ -285,7 +288,7 @@ fn place((layers, reports): &mut Layers, head: &Head<'_>, solved: Solved, plan: 
         reports.push(LayerReport { layer: head.layer, key: Vec::new(), value: Vec::new(), centered_keys: Vec::new() });
     }
     let report = reports.last_mut().expect("one was pushed for this layer");
-    let of_head = HeadReport { feedback_gain, ..head_report(&measures) };
+    let of_head = HeadReport { feedback_gain, mean_norm, ..head_report(&measures) };
     match head.role {
         Role::Key => report.key.push(of_head),
         Role::Value => report.value.push(of_head),

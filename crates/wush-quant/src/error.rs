@@ -55,8 +55,11 @@ pub enum QuantError {
         /// The length found.
         found: usize,
     },
-    /// A feedback matrix that is not unit lower triangular, or not finite.
-    #[error("feedback: element [{row}, {col}] is {value}, expected a finite unit lower triangular matrix")]
+    /// A feedback matrix that is not unit lower triangular, or with an element beyond
+    /// [`MAX_FEEDBACK`](crate::MAX_FEEDBACK).
+    #[error(
+        "feedback: element [{row}, {col}] is {value}, expected a unit lower triangular matrix with magnitudes up to 2^26"
+    )]
     NotUnitLower {
         /// Row of the first such element.
         row: usize,
@@ -93,10 +96,16 @@ impl QuantError {
     /// The remedy, if one is known: a line of its own, never part of the message.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
+            Self::HeadDim { .. } => Some("heads this wide cannot be packed; 16 bits quantize nothing"),
+            Self::Parameter { .. } | Self::UnknownMethod { .. } => Some(
+                "quest, quest-wide, oscar and oscar-linear also stand alone, with the parameter that suits the bits",
+            ),
+            Self::NoSuchLevel { .. } => Some("leave the choice to run-time detection"),
             Self::Bits { .. } => Some("2 bits is what the transforms are made for; 8 loses next to nothing"),
             Self::OutOfRange { .. } => {
                 Some("a NaN or an infinity in a key or value comes from the model or its dtype: look there")
             }
+            Self::NotUnitLower { .. } => Some("the file is damaged or was not written by wush: take the bundle anew"),
             Self::OtherLayout { .. } => Some("prepare them again for the layer's own bits and head dimension"),
             _ => None,
         }

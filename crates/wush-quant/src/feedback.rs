@@ -8,6 +8,11 @@ use crate::layout::LANES;
 use crate::simd::Work;
 use crate::{MAX_HEAD_DIM, QuantError, Result};
 
+/// Largest element of a factor: L_ij² D_j is part of G_ii, and D_j at least G's smallest eigenvalue, so |L_ij| is at most
+/// cond(G)^½, and beyond a condition of 1/ε f64 factors nothing. 2²⁶ of them times errors of any vector that can be coded
+/// stay far inside f64.
+pub const MAX_FEEDBACK: f32 = (1u64 << 26) as f32;
+
 /// The factor L of one head's metric G = L D Lᵀ, for [`Codec::pack_with_feedback`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Feedback {
@@ -18,7 +23,7 @@ pub struct Feedback {
 }
 
 impl Feedback {
-    /// From L, row-major `[d, d]`: unit lower triangular and finite. The identity is no feedback.
+    /// From L, row-major `[d, d]`: unit lower triangular, no element beyond [`MAX_FEEDBACK`]. The identity is no feedback.
     ///
     /// # Errors
     /// `HeadDim`, `Length`, `NotUnitLower`.
@@ -29,7 +34,7 @@ impl Feedback {
         check_length("feedback", head_dim * head_dim, lower.len())?;
         for (row, elements) in lower.chunks_exact(head_dim).enumerate() {
             let fits = |(col, &x): (usize, &f32)| match col.cmp(&row) {
-                std::cmp::Ordering::Less => x.is_finite(),
+                std::cmp::Ordering::Less => x.abs() <= MAX_FEEDBACK,
                 std::cmp::Ordering::Equal => x == 1.0,
                 std::cmp::Ordering::Greater => x == 0.0,
             };

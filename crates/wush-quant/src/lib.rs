@@ -45,7 +45,7 @@ pub use alpha::alpha;
 pub use attention::{Accumulators, Queries};
 pub use codec::Codec;
 pub use error::{QuantError, Result};
-pub use feedback::Feedback;
+pub use feedback::{Feedback, MAX_FEEDBACK};
 pub use layout::Layout;
 pub use quantizer::{Bits, Entry, Kind, LayerBits, Method, QUANTIZERS, Quantile, Quantizer, Role, ScaleDtype};
 pub use simd::Level;

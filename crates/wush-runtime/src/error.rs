@@ -66,6 +66,24 @@ pub enum RuntimeError {
         /// Largest |key · queryᵀ − I| over what rounding explains; at most 1 is accepted.
         excess: f64,
     },
+    /// A mean key that is no key: what is cached is T_K (k − μ).
+    #[error(
+        "{path}: layer {layer}, KV head {head}: coordinate {coordinate} of {what} is {value}, expected a magnitude up to 2^120"
+    )]
+    Mean {
+        /// The sidecar.
+        path: PathBuf,
+        /// Layer.
+        layer: usize,
+        /// KV head.
+        head: usize,
+        /// "the mean key", or "the transformed mean key".
+        what: &'static str,
+        /// Coordinate inside the head.
+        coordinate: usize,
+        /// What stands there.
+        value: f64,
+    },
     /// A sidecar's heads are not those of the cache.
     #[error(
         "transforms or feedback of layer {layer}: expected {expected:?} (KV heads, head dimension), found {found:?}"
@@ -200,13 +218,21 @@ impl RuntimeError {
             Self::Format(source) => return source.hint(),
             Self::Quant { source, .. } => return source.hint().map(str::to_owned),
             Self::OtherModel { .. } => "use the file that lies in the model's own bundle",
-            Self::NotInverse { .. } => "the sidecar is damaged: fold the bundle again, or copy it again",
+            Self::NotInverse { .. } | Self::Mean { .. } => {
+                "the sidecar is damaged: fold the bundle again, or copy it again"
+            }
             Self::OtherHeads { .. } => "use the sidecar of this model",
             Self::OutOfRange { .. } => {
                 "a NaN or an infinity in a key or value comes from the model or its dtype: look there"
             }
             Self::Freed { .. } => "raise `rewind` in the cache's configuration, or truncate to 0 and compute again",
             Self::OtherConfig { .. } => "load it with the configuration that it was saved with, or compute it again",
+            Self::Bits { .. } => "2 bits is what the transforms are made for; 16 quantizes nothing",
+            Self::Config { .. } => {
+                "change that field of the configuration; a window that is not wanted is 0 tokens long"
+            }
+            Self::NoTransforms { .. } => "keys of such a layer are cached as they are: ask `KeyTransforms::has` first",
+            Self::NoSequence { .. } => "`KvCache::add` and `KvCache::fork` give ids; a removed one is not used again",
             Self::Twice { .. } => "append a sequence's tokens as one part",
             _ => return None,
         };

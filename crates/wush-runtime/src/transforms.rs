@@ -8,6 +8,7 @@ use std::path::Path;
 use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::Manifest;
+use wush_quant::MAX_MAGNITUDE;
 
 use crate::cache::check_length;
 use crate::config::CacheConfig;
@@ -41,7 +42,7 @@ impl KeyTransforms {
     /// `model_hash`: of the folded model's weights, as the bundle's manifest states it (`wush_format::manifest`).
     ///
     /// # Errors
-    /// `Format`; `OtherModel`; `NotInverse` when queries would not undo what keys got.
+    /// `Format`; `OtherModel`; `NotInverse` when queries would not undo what keys got; `Mean` for a mean key that is no key.
     pub fn load(path: &Path, model_hash: Sha) -> Result<Self> {
         Self::from_sidecar(path, &load_sidecar(path, model_hash)?)
     }
@@ -60,11 +61,12 @@ impl KeyTransforms {
     /// From a sidecar that is read already; `path` is what messages call it.
     ///
     /// # Errors
-    /// `NotInverse`.
+    /// `NotInverse`; `Mean`, `Length` for mean keys that are no keys.
     pub fn from_sidecar(path: &Path, sidecar: &KeySidecar) -> Result<Self> {
         let mut layers = BTreeMap::new();
         for (&layer, entry) in &sidecar.layers {
             check_inverse(path, layer, entry)?;
+            check_means(path, layer, entry)?;
             layers.insert(layer, LayerTransforms::new(entry));
         }
         Ok(Self { layers, model_hash: sidecar.model_hash })
@@ -136,7 +138,7 @@ impl KvCache {
     ///
     /// # Errors
     /// `Format`; `OtherModel` for files of other weights than the manifest's; `NoLayer`, `OtherHeads`; `Quant` for a matrix that
-    /// is not unit lower triangular. Layers before the one at fault have their matrices then.
+    /// is not unit lower triangular, or has elements that no metric's factor has. Layers before the one at fault have their matrices then.
     pub fn set_feedback_of_bundle(&mut self, bundle: &Path) -> Result<bool> {
         let folder = bundle.join(WUSH_DIR);
         let path = folder.join(VALUE_FEEDBACK);
@@ -221,6 +223,26 @@ fn check_inverse(path: &Path, layer: usize, entry: &KeyLayer) -> Result<()> {
         Some(head) => Err(RuntimeError::NotInverse { path: path.to_owned(), layer, head, excess: excess[head] }),
         None => Ok(()),
     }
+}
+
+/// Refuses a mean key that could not be a key itself, as it is or transformed: no key less it would be cached.
+fn check_means(path: &Path, layer: usize, entry: &KeyLayer) -> Result<()> {
+    let Some(means) = &entry.key_mean else { return Ok(()) };
+    let d = entry.head_dim;
+    check_length(layer, "mean keys [KV heads, head dimension]", entry.n_kv_heads * d, means.len())?;
+    let fits = |x: f64| x.abs() <= f64::from(MAX_MAGNITUDE);
+    let heads = means.chunks_exact(d).zip(entry.key.chunks_exact(d * d)).enumerate();
+    for (head, (mean, key)) in heads {
+        let dot = |row: &[f32]| row.iter().zip(mean).map(|(t, m)| f64::from(*t) * f64::from(*m)).sum::<f64>();
+        let plain = mean.iter().map(|&x| ("the mean key", f64::from(x)));
+        let transformed = key.chunks_exact(d).map(|row| ("the transformed mean key", dot(row)));
+        let beyond = plain.chain(transformed).enumerate().find(|&(_, (_, value))| !fits(value));
+        if let Some((at, (what, value))) = beyond {
+            let path = path.to_owned();
+            return Err(RuntimeError::Mean { path, layer, head, what, coordinate: at % d, value });
+        }
+    }
+    Ok(())
 }
 
 /// Largest `|Σ_k key_ik query_jk − δ_ij|` over its bound `3u Σ_k |key_ik query_jk|`, u = 2⁻²⁴: both matrices were rounded once

@@ -190,6 +190,7 @@ pub fn head_report(matrix: &[f64], dim: usize, gain: f64) -> HeadReport {
         feedback_gain: None,
         predicted_gain: gain,
         imbalance: 0.01,
+        mean_norm: None,
     }
 }
 

@@ -159,6 +159,50 @@ fn wrong_sidecars_are_refused() {
     assert!(matches!(KeyTransforms::load(&path, HASH), Err(RuntimeError::Format(_))));
 }
 
+#[test]
+fn means_that_are_no_keys_are_refused() {
+    let load = |edit: &dyn Fn(&mut KeyLayer)| {
+        let mut sidecar = sidecar(2, 32);
+        let layer = sidecar.layers.get_mut(&0).expect("there");
+        layer.key_mean = Some(vec![0.5; 64]);
+        edit(layer);
+        KeyTransforms::from_sidecar(Path::new("sidecar"), &sidecar)
+    };
+    let mean = |value: f32| move |layer: &mut KeyLayer| layer.key_mean.as_mut().expect("there")[37] = value;
+    assert!(load(&|_| {}).is_ok());
+    for value in [f32::NAN, f32::INFINITY, -2f32.powi(121)] {
+        let error = load(&mean(value)).expect_err("no key").to_string();
+        let expected = "sidecar: layer 0, KV head 1: coordinate 5 of the mean key is ";
+        assert!(error.starts_with(expected) && error.ends_with("expected a magnitude up to 2^120"), "{error}");
+    }
+    // Half of what a key may be, and eight times as much once it is transformed.
+    let scaled = |layer: &mut KeyLayer| {
+        mean(2f32.powi(119))(layer);
+        layer.key.iter_mut().for_each(|x| *x *= 16.0);
+        layer.query.iter_mut().for_each(|x| *x /= 16.0);
+    };
+    let error = load(&scaled).expect_err("no key").to_string();
+    assert!(error.contains("KV head 1") && error.contains("of the transformed mean key is "), "{error}");
+    let short = load(&|layer| layer.key_mean = Some(vec![0.5; 63]));
+    assert!(matches!(short, Err(RuntimeError::Length { expected: 64, found: 63, .. })));
+}
+
+#[test]
+fn feedback_that_no_metric_has_is_refused() {
+    let mut cache = KvCache::new(config(layer(4, 2, 32, [2, 2]), Windows::STUDY, 64)).expect("valid");
+    let mut matrices = lower(2, 32);
+    for (value, is_good) in [(2f32.powi(26), true), (2f32.powi(26) + 8.0, false), (f32::NAN, false)] {
+        // Row 9, column 3 of head 1.
+        matrices[1024 + 9 * 32 + 3] = value;
+        let set = cache.set_feedback(0, Some(&matrices), None);
+        assert_eq!(set.is_ok(), is_good, "{value}");
+        let Err(error) = set else { continue };
+        let message = error.to_string();
+        assert!(message.starts_with("layer 0: feedback: element [9, 3] is ") && message.contains("2^26"), "{message}");
+        assert!(error.hint().is_some());
+    }
+}
+
 /// Unit lower triangular matrices `[n, d, d]`.
 fn lower(n: usize, d: usize) -> Vec<f32> {
     let mut numbers = Numbers::new(12);
