@@ -20,13 +20,16 @@
 
 use std::ops::Range;
 
+use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
 use plotters::prelude::*;
 use plotters::series::LineSeries;
 
 use crate::Result;
 
-/// Pixels of a chart.
-const SIZE: (u32, u32) = (560, 360);
+/// Pixels of a chart with its legend, which stands at the right, where no line is.
+const SIZE: (u32, u32) = (720, 360);
+/// Of these, the legend's; and of one line of it.
+const LEGEND: (u32, i32) = (190, 18);
 /// Pixels of the labels below and at the left.
 const LABELS: (u32, u32) = (40, 64);
 const FONT: (&str, u32) = ("sans-serif", 12);
@@ -50,8 +53,15 @@ const LINE: RGBAColor = RGBAColor(128, 128, 128, 0.7);
 const GRID: RGBAColor = RGBAColor(128, 128, 128, 0.25);
 /// Room above and below the numbers, as a part of their range.
 const MARGIN: f64 = 0.06;
-/// About as many ticks are on an axis.
-const TICKS: f64 = 8.0;
+/// At most as many ticks are on an axis.
+const TICKS: usize = 8;
+/// From this ratio of its ends on a logarithmic axis has ticks that are a part of each decade, and even steps below.
+const DECADES: f64 = 20.0;
+/// What is taken of each decade, the first that is not too much.
+const OF_DECADE: [&[f64]; 3] = [&[1.0, 2.0, 5.0], &[1.0, 3.0], &[1.0]];
+/// Beyond so many decimals, and from such a number on, powers of ten are shorter.
+const MOST_DECIMALS: usize = 4;
+const LARGE: f64 = 1e6;
 /// Least range, so that equal numbers have one.
 const LEAST_RANGE: f64 = 1e-3;
 
@@ -93,7 +103,9 @@ pub fn svg(chart: &Chart) -> Result<String> {
     let mut text = String::new();
     {
         let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
-        chart.draw(&area)?;
+        let (lines, legend) = area.split_horizontally(SIZE.0 - LEGEND.0);
+        chart.draw(&lines)?;
+        chart.draw_legend(&legend)?;
         area.present()?;
     }
     Ok(text)
@@ -106,32 +118,55 @@ impl Chart {
         let n_places = self.places.len() as i32;
         // A range of one place has no length.
         let x = if n_places > 1 { 0..n_places - 1 } else { -1..1 };
-        let y = self.y_range();
-        let step = (self.read(y.end) - self.read(y.start)) / TICKS;
+        let y = self.axis();
+        let labels = y.ticks.clone();
+        let label = |y: &f64| labels.iter().find(|(at, _)| at == y).map(|(_, label)| label.clone()).unwrap_or_default();
         let mut context = builder.build_cartesian_2d(x.clone(), y)?;
         let place =
             |at: &i32| usize::try_from(*at).ok().and_then(|at| self.places.get(at)).cloned().unwrap_or_default();
         let mut mesh = context.configure_mesh();
         mesh.disable_x_mesh().axis_style(LINE).bold_line_style(GRID).light_line_style(TRANSPARENT);
         mesh.x_desc(&self.x_label).y_desc(&self.y_label).label_style(FONT).axis_desc_style(FONT);
-        mesh.x_label_formatter(&place).y_label_formatter(&|y| shown(self.read(*y), step)).draw()?;
-        if let Some((name, level)) = &self.level
+        mesh.x_label_formatter(&place).y_label_formatter(&label).draw()?;
+        if let Some((_, level)) = &self.level
             && let Some(level) = self.scaled(*level)
         {
             let line = LineSeries::new([(x.start, level), (x.end, level)], LINE.stroke_width(1));
-            context.draw_series(line)?.label(name).legend(|(x, y)| PathElement::new([(x, y), (x + SAMPLE, y)], LINE));
+            context.draw_series(line)?;
         }
         for (series, color) in self.series.iter().zip(COLORS.into_iter().cycle()) {
             let points = series.values.iter().enumerate().filter_map(|(at, &y)| Some((at as i32, self.scaled(y?)?)));
             let points: Vec<(i32, f64)> = points.collect();
-            let style = color.stroke_width(2);
-            let line = context.draw_series(LineSeries::new(points.iter().copied(), style))?;
-            line.label(&series.name).legend(move |(x, y)| PathElement::new([(x, y), (x + SAMPLE, y)], style));
+            context.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?;
             context.draw_series(points.into_iter().map(|point| Circle::new(point, MARK, color.filled())))?;
         }
-        let mut legend = context.configure_series_labels();
-        legend.position(SeriesLabelPosition::UpperLeft).label_font(FONT).border_style(TRANSPARENT).draw()?;
         Ok(())
+    }
+
+    /// A line for each series, and for the level.
+    fn draw_legend(&self, area: &Area<'_>) -> Result<()> {
+        let level = self.level.iter().map(|(name, _)| (name, LINE.stroke_width(1)));
+        let series = self.series.iter().zip(COLORS.into_iter().cycle());
+        let series = series.map(|(series, color)| (&series.name, color.stroke_width(2)));
+        let (height, top) = (LEGEND.1, LABELS.0 as i32);
+        for (at, (name, style)) in level.chain(series).enumerate() {
+            let y = top + i32::try_from(at).unwrap_or(i32::MAX / height) * height;
+            area.draw(&PathElement::new([(0, y), (SAMPLE, y)], style))?;
+            area.draw(&Text::new(name.as_str(), (SAMPLE + 6, y - height / 3), FONT))?;
+        }
+        Ok(())
+    }
+
+    /// The y axis: all numbers, and round ones to read them by.
+    fn axis(&self) -> Axis {
+        let range = self.y_range();
+        let (least, most) = (self.read(range.start), self.read(range.end));
+        let ticks = match self.logarithmic && most >= DECADES * least {
+            true => decade_ticks(least, most),
+            false => even_ticks(least, most),
+        };
+        let label = |&(y, decimals): &(f64, usize)| Some((self.scaled(y)?, shown(y, decimals)));
+        Axis { range, ticks: ticks.iter().filter_map(label).collect() }
     }
 
     /// Where a number lies; none where it cannot be shown.
@@ -158,16 +193,69 @@ impl Chart {
     }
 }
 
-/// A tick's number, with as many decimals as tell it from the next one, `step` away or more, and at least its first digits.
-fn shown(y: f64, step: f64) -> String {
-    let least = step.min(if y == 0.0 { step } else { y.abs() / 10.0 });
-    match (-(least / 2.0).log10()).ceil() {
-        _ if y.abs() >= 1e6 => format!("{y:.1e}"),
-        decimals if decimals <= 4.0 => format!("{y:.0$}", decimals.max(0.0) as usize),
-        _ => format!("{y:.1e}"),
+/// A y axis with ticks of our own.
+struct Axis {
+    range: Range<f64>,
+    /// Where, and with which label.
+    ticks: Vec<(f64, String)>,
+}
+
+impl Ranged for Axis {
+    type FormatOption = DefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, limit: (i32, i32)) -> i32 {
+        let part = (value - self.range.start) / (self.range.end - self.range.start);
+        limit.0 + (part * f64::from(limit.1 - limit.0)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        // Ticks are bold lines; there are no light ones between them.
+        match hint.weight().allow_light_points() {
+            true => Vec::new(),
+            false => self.ticks.iter().map(|(at, _)| *at).collect(),
+        }
+    }
+
+    fn range(&self) -> Range<f64> {
+        self.range.clone()
     }
 }
 
+/// Multiples of 1, 2 or 5 times a power of ten from `least` to `most`, [`TICKS`] at most, with the decimals that show them.
+fn even_ticks(least: f64, most: f64) -> Vec<(f64, usize)> {
+    let rough = (most - least) / TICKS as f64;
+    if !(rough > 0.0 && rough.is_finite()) {
+        return Vec::new();
+    }
+    let power = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|&step| step >= rough).unwrap_or(10.0 * power);
+    let first = (least / step).ceil();
+    let multiples = (0..=TICKS).map(|n| (first + n as f64) * step);
+    // A multiple may be rounded beyond an end that it is.
+    multiples.take_while(|&y| y <= most + step * 1e-9).map(|y| (y, decimals_of(step))).collect()
+}
+
+/// The same parts of each decade from `least` to `most`, both positive; of many decades some, alike far apart.
+fn decade_ticks(least: f64, most: f64) -> Vec<(f64, usize)> {
+    let (first, last) = (least.log10().floor() as i32, most.log10().ceil() as i32);
+    let of = |parts: &'static [f64], every: usize| -> Vec<(f64, usize)> {
+        let ticks = (first..=last).step_by(every).flat_map(|power| parts.iter().map(move |n| n * 10f64.powi(power)));
+        ticks.filter(|y| (least..=most).contains(y)).map(|y| (y, decimals_of(y))).collect()
+    };
+    let few = OF_DECADE.iter().map(|parts| of(parts, 1)).find(|ticks| ticks.len() <= TICKS);
+    few.unwrap_or_else(|| of(&[1.0], (last - first) as usize / TICKS + 1))
+}
+
+/// A tick's number.
+fn shown(y: f64, decimals: usize) -> String {
+    if decimals > MOST_DECIMALS || y.abs() >= LARGE { format!("{y:.1e}") } else { format!("{y:.decimals$}") }
+}
+
+/// Decimals that show a number whose last digit is its first.
+fn decimals_of(y: f64) -> usize {
+    (-y.abs().log10() - 1e-9).ceil().max(0.0) as usize
+}
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -228,10 +316,31 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_told_apart_and_no_longer_than_that() {
-        let wide = [20.36, 777.2, 0.01234, 1e-7, 12_345.6, 0.0, 3e7].map(|y| shown(y, 100.0));
-        assert_eq!(wide, ["20", "777", "0.0123", "1.0e-7", "12346", "0", "3.0e7"]);
-        let narrow = [35.17, 35.23, 35.3].map(|y| shown(y, 0.06));
-        assert_eq!(narrow, ["35.17", "35.23", "35.30"]);
+    fn ticks_are_round_numbers_evenly_spread_and_told_apart() {
+        let even = |least, most| even_ticks(least, most).into_iter().map(|(y, n)| shown(y, n)).collect::<Vec<_>>();
+        assert_eq!(even(19.9, 23.1), ["20.0", "20.5", "21.0", "21.5", "22.0", "22.5", "23.0"]);
+        assert_eq!(even(35.17, 35.3), ["35.18", "35.20", "35.22", "35.24", "35.26", "35.28", "35.30"]);
+        assert_eq!(even(0.0, 800.0), ["0", "100", "200", "300", "400", "500", "600", "700", "800"]);
+        assert_eq!(even(3.0, 3.0), [""; 0]);
+        let decades = |least, most| decade_ticks(least, most).into_iter().map(|(y, n)| shown(y, n)).collect::<Vec<_>>();
+        assert_eq!(decades(20.0, 800.0), ["20", "50", "100", "200", "500"]);
+        assert_eq!(decades(0.004, 0.9), ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5"]);
+        assert_eq!(decades(0.02, 200.0), ["0.03", "0.1", "0.3", "1", "3", "10", "30", "100"]);
+        assert_eq!(decades(1e-7, 2e7), ["1.0e-7", "1.0e-5", "0.001", "0.1", "10", "1000", "100000", "1.0e7"]);
+    }
+
+    #[test]
+    fn the_legend_stands_beside_the_lines() {
+        let text = svg(&chart(vec![series("wush", [Some(21.0), Some(25.0), Some(190.0)])])).expect("drawn");
+        let beside = f64::from(SIZE.0 - LEGEND.0);
+        let at = |end: usize| {
+            let tag = &text[text[..end].rfind("<text").expect("a text")..end];
+            tag.split(" x=\"").nth(1).and_then(|x| x.split('"').next()?.parse::<f64>().ok()).expect("its place")
+        };
+        for name in ["wush", "unquantized"] {
+            assert!(at(text.find(name).expect("in the legend")) > beside, "{name}: {text}");
+        }
+        let marks = text.split("<circle cx=\"").skip(1).filter_map(|tag| tag.split('"').next()?.parse::<f64>().ok());
+        assert!(marks.into_iter().all(|x| x < beside), "{text}");
     }
 }

@@ -7,6 +7,7 @@ use wush_eval::Protocol;
 use wush_eval::plot::{Chart, Series, svg};
 use wush_format::FormatError;
 use wush_format::atomic::write_file;
+use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
 use wush_inspect::page::{charts, escape, number_table, page, pair_list};
 
@@ -23,13 +24,8 @@ pub(crate) fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let windows = counted(report.sequences, "window");
     let text = format!("{}: {windows} of up to {} tokens", report.text, report.seq_len);
     let cache = format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}");
-    let calibration = report.calibration.as_ref().map(|calibration| {
-        let sequences = counted(calibration.sequences, "sequence");
-        format!("{}: {sequences} of up to {} tokens", calibration.source, calibration.max_seq_len)
-    });
-    let facts = [Some(("text", text)), Some(("cache", cache)), calibration.map(|text| ("calibration", text))];
-    let notes = report.notes.iter().map(|note| ("note", note.clone()));
-    let facts: Vec<_> = facts.into_iter().flatten().chain(notes).map(|(name, text)| (name.to_owned(), text)).collect();
+    let facts = [("text", text), ("cache", cache), ("calibration", calibration(report.calibration.as_ref()))];
+    let facts = facts_and_notes(&facts, &report.notes);
     let plots = perplexity_charts(&report.rows).iter().map(svg).collect::<Result<Vec<_>, _>>();
     let plots = plots.map_err(PipelineError::from)?;
     let header =
@@ -37,6 +33,18 @@ pub(crate) fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let parts =
         [header, pair_list(&facts), heading("By bits"), charts(&plots), heading("Numbers"), table(&report.rows)];
     Ok(page(&format!("perplexity: {}", report.model.id), &parts.concat()))
+}
+
+/// What the transforms were made from.
+fn calibration(calibration: Option<&Calibration>) -> String {
+    let Some(calibration) = calibration else { return "none: no transform needed statistics".to_owned() };
+    let sequences = counted(calibration.sequences, "sequence");
+    format!("{}: {sequences} of up to {} tokens", calibration.source, calibration.max_seq_len)
+}
+
+fn facts_and_notes(facts: &[(&str, String)], notes: &[String]) -> Vec<(String, String)> {
+    let notes = notes.iter().map(|note| ("note", note.clone()));
+    facts.iter().cloned().chain(notes).map(|(name, text)| (name.to_owned(), text)).collect()
 }
 
 /// What is measured of a module: its name and how a row has it.
@@ -57,9 +65,9 @@ const MEASURES: [Measure; 5] = [
 /// `Eval` when a chart cannot be laid out.
 pub(crate) fn recon_page(report: &EvalReconReport) -> Result<String> {
     let sequences = counted(report.sequences, "sequence");
-    let mut facts =
-        vec![("text".to_owned(), format!("{}: {sequences} of up to {} tokens", report.text, report.seq_len))];
-    facts.extend(report.notes.iter().map(|note| ("note".to_owned(), note.clone())));
+    let text = format!("{}: {sequences} of up to {} tokens", report.text, report.seq_len);
+    let facts = [("text", text), ("calibration", calibration(report.calibration.as_ref()))];
+    let facts = facts_and_notes(&facts, &report.notes);
     let header = format!(
         "<header><div><h1>Reconstruction errors</h1><p><code>{}</code></p></div></header>",
         escape(&report.model.id)
