@@ -119,6 +119,89 @@ fn outputs_that_cannot_be() {
     assert_error(&scratch, &on_tiny(&scratch, "convert", &model, &["--out", "file/below"]), &["file"]);
 }
 
+/// Files of a checkpoint are read, copied and hashed together: nothing is written into any, at any depth.
+#[test]
+fn outputs_inside_checkpoints_and_bundles() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle"]));
+    wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "s.safetensors"]));
+    wush(&scratch).ok(&["solve", "s.safetensors", "--out", "t.safetensors"]);
+    scratch.copy_of(&tiny(), "other");
+    fs::create_dir(scratch.join("other/notes")).expect("created");
+    for dir in ["bundle", "bundle/wush", "other", "other/notes"] {
+        let (file, folder) = (format!("{dir}/x.safetensors"), format!("{dir}/x"));
+        let page = format!("{dir}/x.html");
+        let commands = [
+            on_tiny(&scratch, "convert", &tiny(), &["--out", &folder]),
+            on_tiny(&scratch, "calibrate", &tiny(), &["--out", &file]),
+            args([&"merge", &"s.safetensors", &"--out", &file.as_str()]),
+            args([&"solve", &"s.safetensors", &"--out", &file.as_str()]),
+            args([&"fold", &tiny(), &"t.safetensors", &"--out", &folder.as_str()]),
+            args([&"unfold", &"bundle", &"--out", &folder.as_str()]),
+            args([&"demo", &"--out", &folder.as_str()]),
+            args([&"eval", &"recon", &tiny(), &"--text", &"ids.json", &"--html", &page.as_str()]),
+            args([&"inspect", &"t.safetensors", &"--html", &page.as_str()]),
+        ];
+        for command in commands {
+            assert_error(&scratch, &command, &["the output lies inside the checkpoint directory"]);
+        }
+        let left = names(&scratch.join(dir)).into_iter().find(|name| name.trim_start_matches('.').starts_with("x."));
+        assert_eq!(left, None, "{dir}");
+    }
+}
+
+#[test]
+fn options_that_nothing_looks_at() {
+    let scratch = Scratch::new();
+    let convert = |more: &[&str]| on_tiny(&scratch, "convert", &tiny(), &[&["--out", "bundle"], more].concat());
+    for (transform, option, value) in [
+        ("hadamard", "--exponent", "0.4"),
+        ("oscar", "--exponent", "0.4"),
+        ("random", "--factor", "balanced"),
+        ("identity", "--damping", "0.1"),
+        ("hadamard", "--center-keys", "auto"),
+        ("hadamard", "--feedback", "true"),
+    ] {
+        let command = convert(&["--transform", transform, option, value]);
+        let run = assert_error(&scratch, &command, &[&format!("{option}: {transform} would not look at it")]);
+        assert!(run.stderr.contains("hint: leave it out: it is for "), "{run:?}");
+    }
+    let unchecked = convert(&["--verify-sequences", "0", "--tolerance", "0.1"]);
+    assert_error(&scratch, &unchecked, &["--tolerance: expected none where nothing is checked", "found 0.1"]);
+    let field = convert(&["--text-field", "body"]);
+    assert_error(&scratch, &field, &["--text-field: expected none with token-id lists", "found body"]);
+    wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "s.safetensors"]));
+    let solve = args([&"solve", &"s.safetensors", &"--out", &"t.safetensors", &"--transform", &"identity"]);
+    let solve = [solve, args([&"--exponent", &"0.3"])].concat();
+    assert_error(&scratch, &solve, &["--exponent: identity would not look at it"]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_behind_stdout_and_a_directory_for_a_file() {
+    let scratch = Scratch::new();
+    wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "s.safetensors"]));
+    let commands = [
+        args([&"inspect", &"s.safetensors"]),
+        args([&"inspect", &"s.safetensors", &"--format", &"json"]),
+        args([&"generate", &model(), &"--prompt", &"The", &"--max-new-tokens", &"8"]),
+        args([&"schema"]),
+    ];
+    for command in commands {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("a device");
+        let run = Outcome::of(wush(&scratch).command(&command).stdout(full).output().expect("started"));
+        assert_eq!(run.code, Some(2), "{command:?}: {run:?}");
+        for line in ["error: stdout: cannot write: ", "hint: free some space"] {
+            assert!(run.stderr.lines().any(|found| found.starts_with(line)), "{command:?}: no {line}: {run:?}");
+        }
+    }
+    fs::create_dir(scratch.join("dir")).expect("created");
+    let run = assert_error(&scratch, &args([&"generate", &model(), &"--prompt-file", &"dir"]), &["dir: cannot read: "]);
+    assert!(run.stderr.contains("hint: pass a file: this is a directory"), "{run:?}");
+    let windows = args([&"generate", &model(), &"--prompt", &"a", &"--kv-bits", &"2", &"--flush", &"0"]);
+    assert_error(&scratch, &windows, &["windows.flush: expected 1 to"]);
+}
+
 #[test]
 fn a_bundle_is_not_converted_again() {
     let scratch = Scratch::new();

@@ -66,6 +66,48 @@ fn perplexity_rises_as_bits_fall_and_feedback_holds_it_down() {
     assert!(ppl(&better, "wush", 2) < ppl(&plain, "wush", 2), "{better} {plain}");
 }
 
+/// An option goes to the transforms of the list that take it, and statistics that none needs are not read: both are told.
+#[test]
+fn options_that_are_for_some_transforms_are_told() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let calibration = calibration();
+    let calibration: Vec<&str> = calibration.iter().map(String::as_str).collect();
+    let fixed = ["--bits", "2", "--quantizer", "quest", "--preset", "paper"];
+    let of = |more: &[&str]| report(&program, &on_model(), &[&fixed[..], more].concat());
+    let mixed = of(&[&calibration[..], &["--transform", "hadamard,wush", "--exponent", "0.4"]].concat());
+    assert_eq!(mixed["notes"][0], "--exponent is for wush; hadamard stays as it is", "{mixed}");
+    let plain = of(&["--transform", "hadamard", "--calib", "nowhere.txt"]);
+    assert_eq!(plain["notes"][0], "--calib is not read: hadamard need no statistics", "{plain}");
+    assert_eq!(ppl(&mixed, "hadamard", 2), ppl(&plain, "hadamard", 2));
+    let published = of(&[&calibration[..], &["--transform", "wush"]].concat());
+    assert_ne!(ppl(&mixed, "wush", 2), ppl(&published, "wush", 2));
+}
+
+/// Hints name the options of the text that they are about.
+#[test]
+fn hints_name_the_options_of_their_text() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    scratch.write("rows.jsonl", "{\"body\": \"no field of that name\"}\n");
+    let of = |more: &[&str]| {
+        let run = program.run(&[args([&"eval", &"ppl", &model(), &"--transform", &"wush"]), owned(more)].concat());
+        assert_eq!(run.code, Some(2), "{run:?}");
+        run.stderr.lines().find(|line| line.starts_with("hint: ")).unwrap_or_default().to_owned()
+    };
+    assert_eq!(of(&["--text", "none.txt"]), "hint: pass --text FILE, a folder, or hf:org/name[@revision][:glob]");
+    assert_eq!(of(&["--text", "rows.jsonl"]), "hint: name the text with --text-field");
+    let words = text();
+    let words = words.to_str().expect("test paths are UTF-8");
+    let many = of(&["--text", words, "--windows", "100000"]);
+    assert!(many.starts_with("hint: ask for --windows ") && many.contains("a smaller --seq-len"), "{many}");
+    let given = ["--text", words, "--windows", "1"];
+    let of_calib = |more: &[&str]| of(&[&given[..], more].concat());
+    assert_eq!(of_calib(&["--calib", "rows.jsonl"]), "hint: name the text with --calib-text-field");
+    let many = of_calib(&["--calib", words, "--sequences", "100000"]);
+    assert!(many.starts_with("hint: ask for --sequences ") && many.contains("a smaller --calib-seq-len"), "{many}");
+}
+
 /// A text is scored whole unless a number of windows is asked for.
 #[test]
 fn all_of_the_text_is_scored() {
@@ -244,7 +286,17 @@ fn what_cannot_be_evaluated_is_said_before_anything_runs() {
             &["--transform", "oscar", "--calib", "x.txt", "--sequences", "0"],
             "--sequences: expected at least 1, found 0",
         ),
-        (&["--transform", "identity", "--center-keys", "always"], "--center-keys: expected a transform that is solved"),
+        (&["--transform", "identity", "--center-keys", "always"], "--center-keys: identity would not look at it"),
+        (
+            &["--transform", "identity,hadamard", "--exponent", "0.3"],
+            "--exponent: identity, hadamard would not look at it",
+        ),
+        (
+            &["--transform", "hadamard,identity,hadamard"],
+            "--transform: expected a list of different ones, found hadamard",
+        ),
+        (&["--transform", "identity", "--bits", "4,2,2"], "--bits: expected a list of different ones, found 2 twice"),
+        (&["--transform", "identity", "--quantizer", "quest,quest"], "--quantizer: expected a list of different ones"),
     ];
     for (more, message) in cases {
         let run = evaluate(&program, &on_model(), more);

@@ -62,8 +62,9 @@ fn a_bundle_is_used_with_its_own_transforms_at_every_width() {
     wush(&scratch).ok(&on_demo("convert", &["--out", "b", "--feedback", "--center-keys", "always"]));
     let (bundle, prompt) = (scratch.join("b"), prompt());
     let of = |model: &Path, bits: Option<&str>| {
+        let windows = if bits == Some("16") { &[][..] } else { &WINDOWS[..] };
         let bits: Vec<&str> = bits.into_iter().flat_map(|bits| ["--kv-bits", bits]).collect();
-        report(&scratch, model, &[&["--prompt", &prompt, "--chunk", "16"], &WINDOWS[..], &bits].concat())
+        report(&scratch, model, &[&["--prompt", &prompt, "--chunk", "16"], windows, &bits].concat())
     };
     let exact = of(&bundle, Some("16"));
     assert_eq!(exact["cache"]["transforms"], false, "nothing is transformed that is not quantized: {exact}");
@@ -164,6 +165,10 @@ fn a_chat_template_is_used_where_there_is_one() {
     let by_hand = report(&scratch, &chat, &["--prompt", spelled, "--chat", "never"]);
     assert_eq!((text(&auto), &auto["prompt"]["tokens"]), (text(&by_hand), &by_hand["prompt"]["tokens"]));
     assert_ne!(auto["prompt"]["tokens"], never["prompt"]["tokens"]);
+    let system = run(&["--system", "Be brief"]);
+    let spelled = format!("<|endoftext|>system: Be brief\n{spelled}");
+    let by_hand = report(&scratch, &chat, &["--prompt", &spelled, "--chat", "never"]);
+    assert_eq!((text(&system), &system["prompt"]["tokens"]), (text(&by_hand), &by_hand["prompt"]["tokens"]));
     let plain = report(&scratch, &model(), &["--prompt", "Hello there"]);
     assert_eq!((text(&never), &plain["chat"]), (text(&plain), &json!(false)));
 }
@@ -214,11 +219,18 @@ fn what_cannot_be_continued_is_refused_by_name() {
     refused(&["--prompt", "a", "--kv-bits", "1"], "invalid value '1' for '--kv-bits <BITS>'");
     refused(&["--prompt", "a", "--kv-bits", "auto:2.5"], "--kv-bits: expected auto:AVERAGE with a bundle");
     refused(&["--prompt", "a", "--chat", "always"], "has no chat template");
+    refused(&["--prompt", "a", "--system", "b"], "has no chat template");
+    refused(&["--prompt", "a", "--system", "b", "--chat", "never"], "--system: expected none with --chat never");
+    for (option, value) in [("--quantizer", "quest"), ("--sink", "4"), ("--keep", "4"), ("--flush", "4")] {
+        let expected = format!("{option}: expected none at 16 bits, which quantize nothing (--kv-bits 2 does), found");
+        refused(&["--prompt", "a", option, value], &expected);
+    }
+    refused(&["--prompt", "a", "--kv-bits", "16", "--sink", "64"], "--sink: expected none at 16 bits");
     refused(&["--prompt", "a", "--top-k", "3"], "--temperature: expected a number above 0 with --top-k or --top-p");
     refused(&["--prompt", "a", "--temperature", "-1"], "temperature: expected a finite number, 0 or above, found -1");
     refused(&["--prompt", "a", "--temperature", "1", "--top-p", "0"], "top-p: expected a number above 0");
     refused(&["--prompt", "a", "--chunk", "0"], "--chunk: expected at least 1");
-    refused(&["--prompt", "a", "--flush", "0"], "windows.flush: expected 1 to");
+    refused(&["--prompt", "a", "--kv-bits", "2", "--flush", "0"], "windows.flush: expected 1 to");
     refused(&["--prompt-file", "absent.txt"], "absent.txt");
     scratch.write("latin.txt", b"caf\xe9");
     refused(

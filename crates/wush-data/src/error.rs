@@ -219,21 +219,41 @@ impl From<CheckpointError> for DataError {
     }
 }
 
+/// What the options of a text are called where it is asked for, for hints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TextOptions {
+    /// The source.
+    pub source: &'static str,
+    /// The column or key of the text.
+    pub field: &'static str,
+    /// The number of sequences.
+    pub sequences: &'static str,
+    /// Tokens of each.
+    pub seq_len: &'static str,
+}
+
+impl TextOptions {
+    /// Those of calibration text.
+    pub const CALIBRATION: Self =
+        Self { source: "--calib", field: "--text-field", sequences: "--sequences", seq_len: "--seq-len" };
+}
+
 impl DataError {
-    /// The remedy, if one is known.
-    pub fn hint(&self) -> Option<String> {
+    /// The remedy, if one is known, for a text with these options.
+    pub fn hint(&self, options: &TextOptions) -> Option<String> {
+        let TextOptions { source, field, sequences, seq_len } = options;
         let hint = match self {
             Self::Format(error) => return error.hint(),
             Self::Checkpoint(error) => return error.hint(),
             Self::BadSource { .. } | Self::UnknownKind { .. } | Self::NotFound { .. } | Self::NoFiles { .. } => {
-                "pass --calib FILE, a folder, or hf:org/name[@revision][:glob]".to_owned()
+                format!("pass {source} FILE, a folder, or hf:org/name[@revision][:glob]")
             }
             Self::InvalidUtf8 { .. } => "convert the file to UTF-8, for example with iconv".to_owned(),
             Self::LineTooLong { .. } | Self::LongDocument { .. } => "break the text into lines or documents".to_owned(),
             Self::Json { .. } => {
                 ".jsonl holds one JSON object a line; .json holds lists of token ids: [[1, 2, …], …]".to_owned()
             }
-            Self::NoField { .. } | Self::NotText { .. } => "name the text with --text-field".to_owned(),
+            Self::NoField { .. } | Self::NotText { .. } => format!("name the text with {field}"),
             Self::Parquet { .. } => "download or write the file again".to_owned(),
             Self::TokenId { .. } => "make the ids with this model's own tokenizer".to_owned(),
             Self::EmptySequence { .. } => "leave the empty list out".to_owned(),
@@ -242,19 +262,19 @@ impl DataError {
             }
             Self::Damaged { .. } => "the file is damaged or cut short: copy or download it again".to_owned(),
             Self::TooManyIds { .. } | Self::TooManySequences { .. } => {
-                "take fewer with --sequences, or split the file and merge the statistics with `wush merge`".to_owned()
+                format!("take fewer with {sequences}, or split the file; `wush merge` adds statistics of its parts")
             }
             Self::TooLittle { found: 0, of_length: None, .. } => {
                 "put at least one list of token ids into it: [[1, 2, …], …]".to_owned()
             }
-            Self::TooLittle { found: 0, of_length: Some(_), .. } => "pass more text, or a smaller --seq-len".to_owned(),
+            Self::TooLittle { found: 0, of_length: Some(_), .. } => format!("pass more text, or a smaller {seq_len}"),
             Self::TooLittle { found, of_length, .. } => {
-                let shorter = if of_length.is_some() { ", a smaller --seq-len" } else { "" };
-                format!("ask for {found}{shorter}, or pass more data")
+                let shorter = of_length.map(|_| format!(", a smaller {seq_len}")).unwrap_or_default();
+                format!("ask for {sequences} {found}{shorter}, or pass more data")
             }
-            Self::NoTokenizer { .. } => "pass --calib FILE.json with token ids, or add tokenizer.json".to_owned(),
-            Self::SeqLen { .. } => "pass a larger --seq-len".to_owned(),
-            Self::ZeroSequences => "pass --sequences 1 or more".to_owned(),
+            Self::NoTokenizer { .. } => format!("pass {source} FILE.json with token ids, or add tokenizer.json"),
+            Self::SeqLen { .. } => format!("pass a larger {seq_len}"),
+            Self::ZeroSequences => format!("pass {sequences} 1 or more"),
             Self::Interrupted => return None,
         };
         Some(hint)

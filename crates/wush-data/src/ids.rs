@@ -2,7 +2,8 @@
 //! reading after the last one wanted.
 //!
 //! The format is this small, and a file may be hostile or expand without end, so it is read byte by byte by rules of its own:
-//! whatever the file holds, memory is that of the ids taken in.
+//! whatever the file holds, memory is that of the ids taken in. A general parser reads a whole string or number, of any length,
+//! to say that it is none, and does not stop in the middle of a list.
 
 use std::io::{BufReader, Bytes, Read};
 use std::path::Path;
@@ -196,6 +197,7 @@ impl<R: Read> Lists<'_, R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TextOptions;
 
     fn parse(text: &[u8], sequences: Option<usize>) -> Result<Vec<Vec<u32>>> {
         let dir = tempfile::tempdir().expect("a temporary directory");
@@ -237,7 +239,7 @@ mod tests {
         ] {
             let error = parse(text.as_bytes(), None).expect_err(text);
             assert!(error.to_string().ends_with(expected), "{text:?}: {error}");
-            assert!(error.hint().is_some(), "{text:?}");
+            assert!(error.hint(&TextOptions::CALIBRATION).is_some(), "{text:?}");
         }
     }
 

@@ -35,7 +35,7 @@ use ids::Limits;
 use pack::Packer;
 use source::{Compression, FileKind};
 
-pub use error::{DataError, Result};
+pub use error::{DataError, Result, TextOptions};
 pub use pack::{PackOptions, Packed, TextSize};
 pub use source::CalibSource;
 

@@ -170,6 +170,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::TextOptions;
 
     fn options(seq_len: usize, sequences: usize, bos: Option<u32>, eos: Option<u32>) -> PackOptions {
         PackOptions { seq_len, sequences: Some(sequences), text_field: "text".to_owned(), bos, eos, vocab_size: 1000 }
@@ -216,9 +217,12 @@ mod tests {
     fn too_little_text_says_how_much_there_was() {
         let error = pack(&[vec![1; 10]], &options(4, 3, None, None)).expect_err("two sequences only");
         assert_eq!(error.to_string(), "test: 3 sequences of 4 tokens wanted, found 2 (10 tokens)");
-        assert_eq!(error.hint().as_deref(), Some("ask for 2, a smaller --seq-len, or pass more data"));
+        assert_eq!(
+            error.hint(&TextOptions::CALIBRATION).as_deref(),
+            Some("ask for --sequences 2, a smaller --seq-len, or pass more data")
+        );
         let error = pack(&[], &options(4, 3, None, None)).expect_err("nothing");
-        assert_eq!(error.hint().as_deref(), Some("pass more text, or a smaller --seq-len"));
+        assert_eq!(error.hint(&TextOptions::CALIBRATION).as_deref(), Some("pass more text, or a smaller --seq-len"));
     }
 
     #[test]

@@ -136,6 +136,7 @@ impl FileKind {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TextOptions;
 
     fn hub(id: &str, revision: Option<&str>, glob: Option<&str>) -> CalibSource {
         let owned = |text: Option<&str>| text.map(str::to_owned);
@@ -164,7 +165,7 @@ mod tests {
         for text in ["", "hf:", "hf:name", "hf:a/b/c", "hf:/b", "hf:a/", "hf:a/b@", "hf:a/b:", "hf:a/b@:x"] {
             let error = text.parse::<CalibSource>().expect_err(text);
             assert!(matches!(error, DataError::BadSource { .. }), "{text}: {error}");
-            assert!(error.hint().is_some_and(|hint| hint.contains("--calib")));
+            assert!(error.hint(&TextOptions::CALIBRATION).is_some_and(|hint| hint.contains("--calib")));
         }
     }
 

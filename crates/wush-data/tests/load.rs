@@ -13,7 +13,7 @@ use parquet::file::properties::WriterProperties;
 use tempfile::TempDir;
 use wush_checkpoint::hub::HubOptions;
 use wush_checkpoint::tokenizer::TextTokenizer;
-use wush_data::{CalibSource, DataError, PackOptions, Packed, load};
+use wush_data::{CalibSource, DataError, PackOptions, Packed, TextOptions, load};
 use wush_format::monitor::{Monitor, Quiet};
 
 const EOS: u32 = 0;
@@ -81,7 +81,7 @@ impl Room {
 
     fn fails(&self, source: &CalibSource) -> DataError {
         let error = self.load(source, &options(2, 1)).expect_err("an error");
-        assert!(error.hint().is_some(), "{error}: no hint");
+        assert!(error.hint(&TextOptions::CALIBRATION).is_some(), "{error}: no hint");
         error
     }
 }
@@ -202,7 +202,7 @@ fn tables_without_the_text_say_what_they_have() {
     let expected =
         format!("{}: the table has no field \"text\"; it has id (Int64), body (Utf8), raw (Binary)", path.display());
     assert_eq!(error.to_string(), expected);
-    assert!(error.hint().is_some_and(|hint| hint.contains("--text-field")));
+    assert!(error.hint(&TextOptions::CALIBRATION).is_some_and(|hint| hint.contains("--text-field")));
     let named = |field: &str| PackOptions { text_field: field.to_owned(), ..options(2, 1) };
     assert_eq!(room.load(&source, &named("body")).expect("text").sequences, [[10, 11]]);
     for (field, kind) in [("id", "Int64"), ("raw", "Binary")] {
@@ -241,7 +241,7 @@ fn token_lists_are_used_as_they_are() {
         assert_eq!(two.sequences, [vec![1, 2, 3], vec![4]]);
         let error = room.load(&source, &options(3, 4)).expect_err("three only");
         assert_eq!(error.to_string(), format!("{name}: 4 sequences wanted, found 3"));
-        assert_eq!(error.hint().as_deref(), Some("ask for 3, or pass more data"));
+        assert_eq!(error.hint(&TextOptions::CALIBRATION).as_deref(), Some("ask for --sequences 3, or pass more data"));
     }
     let unread = room.write("unread.json", b"[[1], [2], this is never looked at");
     assert_eq!(room.load(&unread, &options(2, 2)).expect("enough").sequences, [[1], [2]]);
@@ -258,7 +258,7 @@ fn wrong_token_lists_are_located() {
     for text in cases {
         let error = room.load(&room.write("j.json", text), &all).expect_err("not lists of ids");
         assert!(matches!(error, DataError::Json { line: 1 | 2, .. }), "{}: {error}", String::from_utf8_lossy(text));
-        assert!(error.hint().is_some_and(|hint| hint.contains("[[1, 2, …], …]")));
+        assert!(error.hint(&TextOptions::CALIBRATION).is_some_and(|hint| hint.contains("[[1, 2, …], …]")));
     }
     let empty = room.load(&room.write("k.json", b"[[1], []]"), &all).expect_err("an empty list");
     assert!(matches!(empty, DataError::EmptySequence { sequence: 1, .. }));
@@ -286,7 +286,7 @@ fn bad_lines_are_located() {
     assert!(matches!(cut, Err(DataError::Damaged { .. })), "{cut:?}");
     let not_zstd = room.fails(&room.write("h.txt.zst", b"not zstd"));
     assert!(matches!(not_zstd, DataError::Damaged { .. }), "{not_zstd}");
-    assert!(not_zstd.hint().is_some_and(|hint| hint.contains("damaged or cut short")));
+    assert!(not_zstd.hint(&TextOptions::CALIBRATION).is_some_and(|hint| hint.contains("damaged or cut short")));
 }
 
 #[test]
@@ -362,7 +362,10 @@ fn documents_too_long_for_one_piece_are_refused() {
 fn a_file_without_lists_says_what_to_put_into_it() {
     let room = room();
     let error = room.fails(&room.write("a.json", b"[]"));
-    assert_eq!(error.hint().as_deref(), Some("put at least one list of token ids into it: [[1, 2, …], …]"));
+    assert_eq!(
+        error.hint(&TextOptions::CALIBRATION).as_deref(),
+        Some("put at least one list of token ids into it: [[1, 2, …], …]")
+    );
 }
 
 #[test]
@@ -399,7 +402,11 @@ fn cached_data_sets_are_read_offline() {
     let whole = room.load(&"hf:org/texts@main".parse().expect("valid"), &options(4, 1)).expect("cached");
     assert_eq!((whole.sequences, whole.source), (packed.sequences, format!("hf:org/texts@{COMMIT}")));
     let error = room.fails(&"hf:org/other".parse().expect("valid"));
-    assert!(error.hint().is_some_and(|hint| hint.contains("--calib FILE")), "{:?}", error.hint());
+    assert!(
+        error.hint(&TextOptions::CALIBRATION).is_some_and(|hint| hint.contains("--calib FILE")),
+        "{:?}",
+        error.hint(&TextOptions::CALIBRATION)
+    );
 }
 
 /// Counts tokens; interrupts when told.

@@ -56,7 +56,7 @@ impl EvalError {
         match self {
             Self::Model(error) => error.hint(),
             Self::Quant(error) => error.hint().map(str::to_owned),
-            Self::Plot(_) => None,
+            Self::Plot(_) => Some("leave --html out: the report has all numbers".to_owned()),
             Self::Shape { .. } => Some("solve the transforms on statistics of this model".to_owned()),
             Self::Average { .. } => Some("such as auto:2.25".to_owned()),
             Self::Sensitivity { .. } => Some("the manifest is damaged: convert the checkpoint again".to_owned()),

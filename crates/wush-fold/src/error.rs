@@ -183,9 +183,12 @@ impl FoldError {
             Self::Index { .. } | Self::Header { .. } => {
                 "save the checkpoint again with safetensors, or use --fold-dtype keep"
             }
-            Self::WrongTensor { .. } | Self::SharedTensor { .. } | Self::Internal { .. } | Self::Interrupted => {
-                return None;
+            Self::WrongTensor { .. } => {
+                "the checkpoint and its config.json do not belong together, or a file is damaged"
             }
+            Self::SharedTensor { .. } => "save the checkpoint with a copy of the tensor for each role",
+            Self::Internal { .. } => "this should not happen: please report it, with the model's name",
+            Self::Interrupted => return None,
         };
         Some(hint.to_owned())
     }

@@ -102,8 +102,8 @@ impl FormatError {
     /// The remedy, if one is known: a line of its own, never part of the message.
     pub fn hint(&self) -> Option<String> {
         use std::io::ErrorKind::{
-            FileTooLarge, InvalidFilename, NotADirectory, NotFound, PermissionDenied, QuotaExceeded,
-            ReadOnlyFilesystem, StorageFull,
+            FileTooLarge, InvalidFilename, IsADirectory, NotADirectory, NotFound, OutOfMemory, PermissionDenied,
+            QuotaExceeded, ReadOnlyFilesystem, StorageFull, UnexpectedEof,
         };
         let hint = match self {
             Self::Io { source, action, .. } => match source.kind() {
@@ -116,6 +116,9 @@ impl FormatError {
                 NotFound | NotADirectory => "check the path: nothing is there",
                 PermissionDenied => "check who owns the path and its permissions",
                 ReadOnlyFilesystem => "write to another disk",
+                IsADirectory => "pass a file: this is a directory",
+                UnexpectedEof => "the file became shorter while it was read: try again once nothing writes to it",
+                OutOfMemory => "close other programs, or use a machine with more memory",
                 _ => return None,
             },
             Self::Invalid { kind: "safetensors" | "index" | "config.json", .. } => {

@@ -113,8 +113,10 @@ impl ModelError {
                 "docs/families.md lists the supported families; a checkpoint with extra tensors is another architecture \
                  under a known name"
             }
+            Self::RopeScaling { .. } => "kinds with a factor are linear:F, dynamic:F and yarn:F, such as yarn:4",
+            Self::Sequence { .. } => "use token ids of this model's own tokenizer, no more than its positions",
             Self::Checkpoint(error) => return error.hint(),
-            _ => return None,
+            Self::Interrupted => return None,
         };
         Some(text.into())
     }

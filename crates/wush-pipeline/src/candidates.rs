@@ -40,6 +40,8 @@ pub(crate) enum Comparison {
         plans: Vec<SolvePlan>,
         /// What they are solved from.
         from: Basis,
+        /// Options that are for some of them, or for none.
+        notes: Vec<String>,
     },
 }
 
@@ -71,10 +73,11 @@ impl Comparison {
         }
         let default = || DEFAULT_EVAL_TRANSFORMS.map(str::to_owned).to_vec();
         let names = request.names.clone().unwrap_or_else(default);
-        let plan = |transform| SolvePlan::new(&SolveSettings { transform, ..request.settings.clone() });
-        let plans: Vec<SolvePlan> = names.into_iter().map(plan).collect::<Result<_>>()?;
+        let (plans, mut notes) = SolvePlan::of_list(&names, &request.settings)?;
         let Some(needing) = plans.iter().find(|plan| plan.kind.needs_statistics) else {
-            return Ok(Self::Solve { plans, from: Basis::Nothing });
+            let given = given_statistics(&request.statistics);
+            notes.extend(given.map(|given| format!("{given} is not read: {} need no statistics", names.join(", "))));
+            return Ok(Self::Solve { plans, from: Basis::Nothing, notes });
         };
         let from = match &request.statistics {
             StatisticsSource::File(path) => Basis::File(path.clone()),
@@ -95,7 +98,15 @@ impl Comparison {
                 });
             }
         };
-        Ok(Self::Solve { plans, from })
+        Ok(Self::Solve { plans, from, notes })
+    }
+
+    /// What the reader of the numbers should know of the list.
+    pub(crate) fn notes(&self) -> &[String] {
+        match self {
+            Self::Bundle => &[],
+            Self::Solve { notes, .. } => notes,
+        }
     }
 
     /// Says what will be done.
@@ -120,7 +131,7 @@ impl Comparison {
     ) -> Result<Vec<Candidate>> {
         let (plans, from) = match self {
             Self::Bundle => return Ok(vec![own(model, model_hash)?]),
-            Self::Solve { plans, from } => (plans, from),
+            Self::Solve { plans, from, .. } => (plans, from),
         };
         let statistics = match from {
             Basis::Nothing => None,
@@ -155,21 +166,17 @@ impl Comparison {
 
 /// A bundle takes nothing beside itself.
 fn of_bundle(request: &TransformsRequest) -> Result<Comparison> {
-    let given = match (&request.names, &request.statistics) {
-        (Some(_), _) => Some("--transform"),
-        (_, StatisticsSource::File(_)) => Some("--stats"),
-        (_, StatisticsSource::Text(_)) => Some("--calib"),
-        (None, StatisticsSource::None) => {
-            let SolveSettings { exponent, factor, center_keys, feedback, .. } = &request.settings;
-            let options = [
-                ("--exponent", exponent.is_some()),
-                ("--factor", factor.is_some()),
-                ("--center-keys", center_keys.is_some()),
-                ("--feedback", feedback.is_some()),
-            ];
-            options.into_iter().find_map(|(option, given)| given.then_some(option))
-        }
-    };
+    let SolveSettings { damping, exponent, factor, center_keys, feedback, .. } = &request.settings;
+    let options = [
+        ("--transform", request.names.is_some()),
+        ("--damping", damping.is_some()),
+        ("--exponent", exponent.is_some()),
+        ("--factor", factor.is_some()),
+        ("--center-keys", center_keys.is_some()),
+        ("--feedback", feedback.is_some()),
+    ];
+    let option = options.into_iter().find_map(|(option, given)| given.then_some(option));
+    let given = option.or_else(|| given_statistics(&request.statistics));
     match given {
         Some(option) => Err(PipelineError::Option {
             option,
@@ -177,6 +184,15 @@ fn of_bundle(request: &TransformsRequest) -> Result<Comparison> {
             found: "one".to_owned(),
         }),
         None => Ok(Comparison::Bundle),
+    }
+}
+
+/// The option that names what transforms are solved from.
+fn given_statistics(statistics: &StatisticsSource) -> Option<&'static str> {
+    match statistics {
+        StatisticsSource::None => None,
+        StatisticsSource::File(_) => Some("--stats"),
+        StatisticsSource::Text(_) => Some("--calib"),
     }
 }
 

@@ -99,10 +99,11 @@ fn generate_request(model: &Path, bundle: &Path) -> Result<GenerateRequest> {
     Ok(GenerateRequest {
         model: ModelRequest { model: bundle.display().to_string(), device: DeviceChoice::Auto, rope_scaling: None },
         prompt: PromptSource::Text(text[..text.floor_char_boundary(PROMPT_BYTES)].to_owned()),
+        system: None,
         chat: Chat::Auto,
         kv_bits: Some(KvBits::OF_BUNDLE),
         quantizer: None,
-        windows: Windows::STUDY,
+        windows: Windows::STUDY.into(),
         chunk: DEFAULT_CHUNK,
         max_new_tokens: NEW_TOKENS,
         sampling: Sampling { temperature: TEMPERATURE, top_p: TOP_P, ..Sampling::GREEDY },

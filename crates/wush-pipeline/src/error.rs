@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use wush_checkpoint::CheckpointError;
-use wush_data::DataError;
+use wush_data::{DataError, TextOptions};
 use wush_eval::EvalError;
 use wush_fold::FoldError;
 use wush_format::FormatError;
@@ -56,9 +56,14 @@ pub enum PipelineError {
     /// The checkpoint, the hub or the tokenizer.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The calibration text.
-    #[error(transparent)]
-    Data(#[from] DataError),
+    /// The text that is calibrated on, checked or scored.
+    #[error("{source}")]
+    Data {
+        /// What is wrong with it.
+        source: DataError,
+        /// What its options are called here.
+        options: TextOptions,
+    },
     /// The forward pass.
     #[error(transparent)]
     Model(#[from] ModelError),
@@ -134,6 +139,16 @@ pub enum PipelineError {
         expected: String,
         /// What it was.
         found: String,
+    },
+    /// An option that none of the transforms takes.
+    #[error("{option}: {transforms} would not look at it")]
+    UnusedOption {
+        /// As it is typed, "--exponent".
+        option: &'static str,
+        /// The transform, or those of a list.
+        transforms: String,
+        /// Transforms that take it.
+        takers: String,
     },
     /// Calibration text that repeats itself.
     #[error("{source_name}: sequences {first} and {second} are the same, and would count twice")]
@@ -333,14 +348,26 @@ pub enum PipelineError {
     },
 }
 
+impl From<DataError> for PipelineError {
+    /// Of calibration text.
+    fn from(source: DataError) -> Self {
+        Self::Data { source, options: TextOptions::CALIBRATION }
+    }
+}
+
 impl PipelineError {
+    /// A report or text that could not be written to the standard output.
+    pub fn stdout(error: std::io::Error) -> Self {
+        FormatError::io("stdout", "write", error).into()
+    }
+
     /// The remedy, where one is known: one line, without "hint:".
     pub fn hint(&self) -> Option<String> {
         let own = |text: &str| Some(text.to_owned());
         match self {
             Self::Format(e) => e.hint(),
             Self::Checkpoint(e) => e.hint(),
-            Self::Data(e) => e.hint(),
+            Self::Data { source, options } => source.hint(options),
             Self::Model(e) => e.hint(),
             Self::Stats(e) => e.hint(),
             Self::Fold(e) => e.hint(),
@@ -363,6 +390,7 @@ impl PipelineError {
                 own("use --center-keys auto or never: they leave such a model's keys as they are")
             }
             Self::Option { option, .. } => Some(format!("see --help for what {option} takes")),
+            Self::UnusedOption { takers, .. } => Some(format!("leave it out: it is for {takers}")),
             Self::SameSequence { .. } => {
                 own("leave the repeated text out; longer sequences (--seq-len) also differ sooner")
             }
@@ -434,7 +462,7 @@ impl PipelineError {
         match self {
             Self::Interrupted { .. }
             | Self::Checkpoint(CheckpointError::Interrupted)
-            | Self::Data(DataError::Interrupted)
+            | Self::Data { source: DataError::Interrupted, .. }
             | Self::Model(ModelError::Interrupted)
             | Self::Eval(EvalError::Model(ModelError::Interrupted))
             | Self::Generate(GenerateError::Model(ModelError::Interrupted))

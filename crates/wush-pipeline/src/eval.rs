@@ -59,6 +59,7 @@ fn rows(
     env: &Environment<'_>,
 ) -> Result<Vec<PerplexityRow>> {
     let Evaluation { model, text, .. } = evaluation;
+    evaluation.tell_time(1 + cells.len(), env);
     env.monitor.begin("evaluate", "tokens", (1 + cells.len() as u64) * n_tokens(&text.sequences));
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
     let score = |attention: &dyn AttentionProduct<Cpu>| {

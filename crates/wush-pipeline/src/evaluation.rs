@@ -11,7 +11,7 @@ use crate::candidates::{Candidate, Comparison};
 use crate::model::Model;
 use crate::notes::too_little_text;
 use crate::paths::require_page;
-use crate::plan::{Purpose, describe_model, load_sequences, longest};
+use crate::plan::{Purpose, describe_evaluation_time, describe_model, each_once, load_sequences, longest};
 use crate::report::AllottedBits;
 use crate::request::{CodeBits, Environment, EvalRequest};
 use crate::sensitivity::{allotted, average_bits, uniform};
@@ -50,13 +50,16 @@ impl Evaluation {
     /// Checks what can be, reads the text, calibrates if it must, and solves.
     ///
     /// # Errors
-    /// What cannot be read; `Option` for a transform that needs statistics without any, or a bundle with `--transform`;
+    /// What cannot be read; `Option` for a transform that needs statistics without any, a bundle with `--transform`, or
+    /// something that stands twice in a list; `UnusedOption`;
     /// `Solve`; `OutputInsideSource` for a page among the model's files; `Interrupted`.
     pub(crate) fn begin(request: &EvalRequest, env: &Environment<'_>) -> Result<Self> {
         let model = Model::resolve_any(&request.model, env)?;
         if let Some(page) = &request.html {
             require_page(page, &[model.dir()])?;
         }
+        each_once("--bits", &request.bits)?;
+        each_once("--quantizer", &request.quantizers)?;
         env.monitor.note(&describe_model(&model));
         let text = load_sequences(&model, &request.text, Purpose::Score, env)?;
         let seq_len = longest(&text.sequences);
@@ -65,13 +68,19 @@ impl Evaluation {
         let model_hash = model.hash_weights()?;
         let allots = request.bits.iter().any(|bits| matches!(bits, CodeBits::Auto(_)));
         let candidates = comparison.candidates(&model, model_hash, allots, env)?;
-        let notes = notes(&model, &candidates, seq_len);
+        let notes = comparison.notes().iter().cloned().chain(notes(&model, &candidates, seq_len)).collect();
         Ok(Self { model, model_hash, text, seq_len, notes, candidates })
     }
 
     /// Says what the reader should know.
     pub(crate) fn tell_notes(&self, env: &Environment<'_>) {
         self.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
+    }
+
+    /// Says how long so many passes over the text take, about.
+    pub(crate) fn tell_time(&self, n_passes: usize, env: &Environment<'_>) {
+        let note = describe_evaluation_time(&self.model, &self.text.sequences, n_passes);
+        note.iter().for_each(|note| env.monitor.note(note));
     }
 
     /// Every cache to evaluate: transform by transform, quantizer by quantizer, bits by bits.

@@ -17,14 +17,14 @@ use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
 use wush_quant::{LayerBits, Method};
-use wush_runtime::{CacheConfig, KeyTransforms, KvCache};
+use wush_runtime::{CacheConfig, KeyTransforms, KvCache, Windows};
 
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
 use crate::human::{counted, human_bytes};
 use crate::model::Model;
 use crate::report::{AllottedBits, CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
-use crate::request::{CodeBits, Environment, GenerateRequest, KvBits};
+use crate::request::{CodeBits, Environment, GenerateRequest, KvBits, WindowOptions};
 use crate::sensitivity::{allotted, average_bits, uniform};
 use crate::{PipelineError, Result};
 use prompt::Prompt;
@@ -104,10 +104,11 @@ impl<'a> Plan<'a> {
         let bits = bits_of(model, manifest.as_ref(), asked)?;
         let has_feedback = manifest.as_ref().is_some_and(|manifest| manifest.solve.feedback);
         let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
-        let settings = CacheSettings { bits, quantizer, windows: request.windows };
+        let settings = CacheSettings { bits, quantizer, windows: request.windows.or(Windows::SERVING) };
+        check_unquantized(request, &settings)?;
         let config = settings.config(&model.spec)?;
         let tokenizer = TextTokenizer::open(model.dir())?;
-        let prompt = Prompt::new(model, &tokenizer, &request.prompt, request.chat)?;
+        let prompt = Prompt::new(model, &tokenizer, request)?;
         let longest = wush_generate::longest(&model.spec, prompt.ids.len());
         let Some(room) = longest.checked_sub(prompt.ids.len()) else {
             return Err(PipelineError::LongPrompt { found: prompt.ids.len(), longest });
@@ -289,6 +290,24 @@ fn check_options(request: &GenerateRequest) -> Result<()> {
         });
     }
     Ok(())
+}
+
+/// Options of a quantized cache where nothing is quantized.
+fn check_unquantized(request: &GenerateRequest, settings: &CacheSettings) -> Result<()> {
+    let WindowOptions { sink, keep, flush } = request.windows;
+    let options = [
+        ("--quantizer", request.quantizer.map(|quantizer| quantizer.to_string())),
+        ("--sink", sink.map(|n| n.to_string())),
+        ("--keep", keep.map(|n| n.to_string())),
+        ("--flush", flush.map(|n| n.to_string())),
+    ];
+    match options.into_iter().find_map(|(option, found)| Some((option, found?))) {
+        Some((option, found)) if !settings.quantizes() => {
+            let expected = format!("none at {UNQUANTIZED_BITS} bits, which quantize nothing (--kv-bits 2 does)");
+            Err(PipelineError::Option { option, expected, found })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What a bundle's manifest says of its use here.

@@ -11,7 +11,7 @@
 //! // Raw options become a validated plan, once.
 //! let settings = SolveSettings::of_preset("wush", Preset::Default);
 //! assert!(SolvePlan::new(&settings)?.kind.needs_statistics);
-//! assert!(SolvePlan::new(&SolveSettings { damping: -1.0, ..settings }).is_err());
+//! assert!(SolvePlan::new(&SolveSettings { damping: Some(-1.0), ..settings }).is_err());
 //! # assert!("cuda:0".parse::<DeviceChoice>().is_ok());
 //! # Ok::<(), wush_pipeline::PipelineError>(())
 //! ```

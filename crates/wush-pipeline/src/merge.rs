@@ -15,7 +15,7 @@ use crate::request::{Environment, MergeRequest};
 /// # Errors
 /// `OutputExists`; files of other models or settings, or a sequence twice.
 pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeReport> {
-    let out = NewFile::plan_outside_checkpoints(&request.out)?;
+    let out = NewFile::plan(&request.out)?;
     let mut parts = Vec::with_capacity(request.inputs.len());
     env.monitor.begin("merge", "files", request.inputs.len() as u64);
     for path in &request.inputs {

@@ -30,34 +30,15 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Checks that nothing is at `path` and that its directory is there, and takes the name.
+    /// Checks that nothing is at `path` and that its directory is there, in no checkpoint, and takes the name.
     ///
     /// # Errors
-    /// `OutputExists`; `Option` for a path without a name; `Busy`; `Io` when there is no directory to write into.
+    /// `OutputExists`; `OutputInsideSource`; `Option` for a path without a name; `Busy`; `Io` when there is no directory to
+    /// write into.
     pub fn plan(path: &Path) -> Result<Self> {
         let path = checked(path)?;
         let staged = StagedFile::create(&path)?;
         Ok(Self { path, staged })
-    }
-
-    /// As [`NewFile::plan`], for a command that reads no checkpoint and yet must not add a file to one.
-    ///
-    /// # Errors
-    /// Likewise; `OutputInsideSource`.
-    pub fn plan_outside_checkpoints(path: &Path) -> Result<Self> {
-        let dir = parent(&checked(path)?);
-        if Checkpoint::is_at(&dir) {
-            return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: dir });
-        }
-        Self::plan(path)
-    }
-
-    /// Checks that the file lies outside `source`, whose files are read together.
-    ///
-    /// # Errors
-    /// `OutputInsideSource`, `Io`.
-    pub fn require_outside(&self, source: &Path) -> Result<()> {
-        require_outside(&self.path, source)
     }
 
     /// Where a calibration keeps its sums.
@@ -102,11 +83,7 @@ pub(crate) fn require_page(path: &Path, sources: &[&Path]) -> Result<()> {
     for source in sources.iter().filter(|source| source.is_dir()) {
         require_outside(path, source)?;
     }
-    let dir = parent(path);
-    if Checkpoint::is_at(&dir) {
-        return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: dir });
-    }
-    Ok(())
+    require_outside_checkpoints(path)
 }
 
 /// A directory that will be written. While this lives no other run can take its name.
@@ -118,23 +95,15 @@ pub struct NewDir {
 }
 
 impl NewDir {
-    /// Checks that nothing is at `path` and that its parent is there, and takes the name.
+    /// Checks that nothing is at `path` and that its parent is there, in no checkpoint, and takes the name.
     ///
     /// # Errors
-    /// `OutputExists`; `Option` for a path without a name; `Busy`; `Io`.
+    /// `OutputExists`; `OutputInsideSource`; `Option` for a path without a name; `Busy`; `Io`.
     pub fn plan(path: &Path) -> Result<Self> {
         let path = checked(path)?;
         require_absent(&with_suffix(&path, FAILED_SUFFIX))?;
         let staged = StagedDir::create(&path)?;
         Ok(Self { path, staged })
-    }
-
-    /// Checks that the directory lies outside `source`, whose files are copied.
-    ///
-    /// # Errors
-    /// `OutputInsideSource`, `Io`.
-    pub fn require_outside(&self, source: &Path) -> Result<()> {
-        require_outside(&self.path, source)
     }
 
     /// Where the directory goes when its check fails.
@@ -162,7 +131,8 @@ impl NewDir {
     }
 }
 
-/// `path` without what does not belong to its name ("x/.", "x/"), once nothing is there and its directory is.
+/// `path` without what does not belong to its name ("x/.", "x/"), once nothing is there and its directory is, outside of
+/// checkpoints.
 fn checked(path: &Path) -> Result<PathBuf> {
     if path.file_name().is_none() {
         let (expected, found) = ("a path that ends in a name".to_owned(), format!("{:?}", path.display().to_string()));
@@ -171,11 +141,24 @@ fn checked(path: &Path) -> Result<PathBuf> {
     let path: PathBuf = path.components().collect();
     require_absent(&path)?;
     require_parent(&path)?;
+    require_outside_checkpoints(&path)?;
     Ok(path)
 }
 
+/// The files of a checkpoint or a bundle are read, copied and hashed together: what is written lies in none of its folders.
+fn require_outside_checkpoints(path: &Path) -> Result<()> {
+    match whole(&parent(path))?.ancestors().find(|dir| Checkpoint::is_at(dir)) {
+        Some(dir) => Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: dir.to_owned() }),
+        None => Ok(()),
+    }
+}
+
+/// A path without links.
+fn whole(path: &Path) -> Result<PathBuf> {
+    Ok(path.canonicalize().map_err(|e| FormatError::io(path, "resolve", e))?)
+}
+
 fn require_outside(path: &Path, source: &Path) -> Result<()> {
-    let whole = |path: &Path| path.canonicalize().map_err(|e| FormatError::io(path, "resolve", e));
     if whole(&parent(path))?.starts_with(whole(source)?) {
         return Err(PipelineError::OutputInsideSource { path: path.to_owned(), source_dir: source.to_owned() });
     }

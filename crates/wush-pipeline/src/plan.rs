@@ -3,6 +3,7 @@
 
 mod announce;
 mod calibration;
+mod options;
 mod verification;
 
 use wush_data::{Packed, TextSize};
@@ -22,7 +23,7 @@ use crate::request::{
 };
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
-pub(crate) use announce::{describe_calibration, describe_model, describe_time};
+pub(crate) use announce::{describe_calibration, describe_evaluation_time, describe_model, describe_time};
 use announce::{describe_memory, describe_verification};
 pub use calibration::CalibrationPlan;
 pub(crate) use calibration::{Purpose, load_sequences, longest, n_tokens};
@@ -117,45 +118,32 @@ impl SolvePlan {
     /// Checks the settings; what they leave open is the preset's.
     ///
     /// # Errors
-    /// `UnknownTransform`; `Option`, also for centring or feedback of a transform that is solved without statistics.
+    /// `UnknownTransform`; `UnusedOption`; `Option`.
     pub fn new(settings: &SolveSettings) -> Result<Self> {
-        let find = || solve::registry().iter().find(|kind| kind.name == settings.transform);
-        let kind = find().ok_or_else(|| PipelineError::UnknownTransform {
-            name: settings.transform.clone(),
-            known: transform_names().join(", "),
-        })?;
+        let kind = find_transform(&settings.transform)?;
+        options::check(kind, settings)?;
         let preset = PresetValues::of(settings.preset, kind);
-        let plan = Self {
+        Ok(Self {
             kind,
             preset: settings.preset,
-            damping: number("--damping", settings.damping, MAX_DAMPING)?,
+            damping: number("--damping", settings.damping.unwrap_or(DEFAULT_DAMPING), MAX_DAMPING)?,
             exponent: number("--exponent", settings.exponent.unwrap_or(preset.exponent), MAX_EXPONENT)?,
             factor: settings.factor.as_deref().map_or(Ok(preset.factor), find_factor)?,
             center_keys: settings.center_keys.unwrap_or(preset.center_keys),
             feedback: settings.feedback.unwrap_or(preset.feedback),
             seed: settings.seed,
-        };
-        plan.without_statistics(settings)
+        })
     }
 
-    /// A transform that is solved without statistics has none to take a mean or a metric from: asking for one is an error,
-    /// and a preset's is dropped.
-    fn without_statistics(self, settings: &SolveSettings) -> Result<Self> {
-        if self.kind.needs_statistics {
-            return Ok(self);
-        }
-        let asked = [
-            ("--center-keys", settings.center_keys.is_some_and(|c| c != CenterKeys::Never)),
-            ("--feedback", settings.feedback == Some(true)),
-        ];
-        match asked.into_iter().find(|(_, asked)| *asked) {
-            Some((option, _)) => Err(PipelineError::Option {
-                option,
-                expected: "a transform that is solved from statistics".to_owned(),
-                found: self.kind.name.to_owned(),
-            }),
-            None => Ok(Self { center_keys: CenterKeys::Never, feedback: false, ..self }),
-        }
+    /// One plan for each transform of a list, and notes on options that are for some of them.
+    ///
+    /// # Errors
+    /// As [`SolvePlan::new`]; `UnusedOption` for an option that is for none of them, `Option` for a name that stands twice.
+    pub(crate) fn of_list(names: &[String], settings: &SolveSettings) -> Result<(Vec<Self>, Vec<String>)> {
+        each_once("--transform", names)?;
+        let kinds = names.iter().map(|name| find_transform(name)).collect::<Result<Vec<_>>>()?;
+        let (settings, notes) = options::of_list(&kinds, settings)?;
+        Ok((settings.iter().map(Self::new).collect::<Result<_>>()?, notes))
     }
 
     /// As the manifest states it.
@@ -188,6 +176,28 @@ fn number(option: &'static str, value: f64, largest: f64) -> Result<f64> {
     let expected =
         if largest < 1.0 { format!("a number from 0 to {largest}") } else { format!("a number from 0 to {largest:e}") };
     Err(PipelineError::Option { option, expected, found: value.to_string() })
+}
+
+/// Refuses a list in which something stands twice.
+///
+/// # Errors
+/// `Option`.
+pub(crate) fn each_once<T: PartialEq + std::fmt::Display>(option: &'static str, list: &[T]) -> Result<()> {
+    let twice = list.iter().enumerate().find(|(at, item)| list[..*at].contains(item));
+    match twice {
+        Some((_, item)) => {
+            let (expected, found) = ("a list of different ones".to_owned(), format!("{item} twice"));
+            Err(PipelineError::Option { option, expected, found })
+        }
+        None => Ok(()),
+    }
+}
+
+fn find_transform(name: &str) -> Result<&'static TransformKind> {
+    solve::registry()
+        .iter()
+        .find(|kind| kind.name == name)
+        .ok_or_else(|| PipelineError::UnknownTransform { name: name.to_owned(), known: transform_names().join(", ") })
 }
 
 fn find_factor(name: &str) -> Result<&'static Factor> {
@@ -223,7 +233,6 @@ impl CalibratePlan {
         let out = NewFile::plan(&request.out).map_err(|e| finished_if(request.resume, e))?;
         refuse_unfinished(&out.partial(), request.resume)?;
         let model = Model::resolve(&request.model, env)?;
-        out.require_outside(model.dir())?;
         let mut packed = load_sequences(&model, &request.calibration, Purpose::Statistics, env)?;
         if let Some(shard) = request.shard {
             if request.gather.second_pass == SecondPassChoice::Oscar {
@@ -290,7 +299,6 @@ impl FoldPlan {
     pub fn new(request: &FoldRequest, calibrated: Option<&Calibration>, env: &Environment<'_>) -> Result<Self> {
         let out = NewDir::plan(&request.out)?;
         let model = Model::resolve(&request.model, env)?;
-        out.require_outside(model.dir())?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrated =
             calibrated.map_or(VERIFY_TOKENS, |text| usize::try_from(text.max_seq_len).unwrap_or(usize::MAX));
@@ -339,7 +347,6 @@ impl ConvertPlan {
         let work = WorkDir::plan(out.work(), request.resume)?;
         let solve = SolvePlan::new(&request.settings)?;
         let model = Model::resolve(&request.model, env)?;
-        out.require_outside(model.dir())?;
         solve::rehearse(&model, &solve)?;
         let gather = Gather::for_transform(solve.kind);
         let purpose = match request.verify.sequences {
@@ -407,7 +414,7 @@ mod tests {
     use super::*;
 
     fn settings(transform: &str, damping: f64) -> SolveSettings {
-        SolveSettings { damping, ..SolveSettings::of_preset(transform, Preset::Default) }
+        SolveSettings { damping: Some(damping), ..SolveSettings::of_preset(transform, Preset::Default) }
     }
 
     #[test]
@@ -465,9 +472,20 @@ mod tests {
         let with_feedback = SolveSettings { feedback: Some(true), ..plain() };
         for (option, settings) in [("--center-keys", centered), ("--feedback", with_feedback)] {
             let error = SolvePlan::new(&settings).expect_err("there are no statistics").to_string();
-            assert!(error.contains(option) && error.contains("hadamard"), "{error}");
+            assert_eq!(error, format!("{option}: hadamard would not look at it"));
         }
         assert!(SolvePlan::new(&plain()).is_ok());
+    }
+
+    #[test]
+    fn nothing_stands_twice_in_a_list() {
+        let list = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+            SolvePlan::of_list(&names, &SolveSettings::of_preset("wush", Preset::Default))
+        };
+        assert_eq!(list(&["identity", "wush"]).expect("two").0.len(), 2);
+        let error = list(&["wush", "identity", "wush"]).expect_err("twice");
+        assert_eq!(error.to_string(), "--transform: expected a list of different ones, found wush twice");
     }
 
     #[test]

@@ -317,8 +317,8 @@ pub struct SolveSettings {
     pub transform: String,
     /// `--preset`.
     pub preset: Preset,
-    /// `--damping`, γ of Eq. 1.
-    pub damping: f64,
+    /// `--damping`, γ of Eq. 1, instead of the paper's.
+    pub damping: Option<f64>,
     /// `--seed` of random matrices.
     pub seed: u64,
     /// `--exponent`, instead of the preset's.
@@ -332,12 +332,12 @@ pub struct SolveSettings {
 }
 
 impl SolveSettings {
-    /// A transform as a preset has it, with the default damping and seed 0.
+    /// A transform as a preset has it, with seed 0.
     pub fn of_preset(transform: &str, preset: Preset) -> Self {
         Self {
             transform: transform.to_owned(),
             preset,
-            damping: crate::plan::DEFAULT_DAMPING,
+            damping: None,
             seed: 0,
             exponent: None,
             factor: None,
@@ -552,6 +552,35 @@ pub enum PromptSource {
     Stdin,
 }
 
+/// The windows of a cache as far as they are given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WindowOptions {
+    /// `--sink`.
+    pub sink: Option<usize>,
+    /// `--keep`.
+    pub keep: Option<usize>,
+    /// `--flush`.
+    pub flush: Option<usize>,
+}
+
+impl WindowOptions {
+    /// What is not given is `default`'s.
+    pub(crate) fn or(self, default: Windows) -> Windows {
+        let Self { sink, keep, flush } = self;
+        Windows {
+            sink: sink.unwrap_or(default.sink),
+            keep: keep.unwrap_or(default.keep),
+            flush: flush.unwrap_or(default.flush),
+        }
+    }
+}
+
+impl From<Windows> for WindowOptions {
+    fn from(Windows { sink, keep, flush }: Windows) -> Self {
+        Self { sink: Some(sink), keep: Some(keep), flush: Some(flush) }
+    }
+}
+
 /// `wush generate`.
 #[derive(Debug, Clone)]
 pub struct GenerateRequest {
@@ -559,6 +588,8 @@ pub struct GenerateRequest {
     pub model: ModelRequest,
     /// The prompt.
     pub prompt: PromptSource,
+    /// `--system`: a message before it.
+    pub system: Option<String>,
     /// `--chat`.
     pub chat: Chat,
     /// `--kv-bits`; the model's kind decides when absent.
@@ -566,7 +597,7 @@ pub struct GenerateRequest {
     /// `--quantizer`; what suits the bundle where there is none.
     pub quantizer: Option<Method>,
     /// `--sink`, `--keep` and `--flush`.
-    pub windows: Windows,
+    pub windows: WindowOptions,
     /// `--chunk`: tokens of the prompt that enter the cache together.
     pub chunk: usize,
     /// `--max-new-tokens`.

@@ -31,7 +31,6 @@ pub fn unfold(request: &UnfoldRequest, env: &Environment<'_>) -> Result<UnfoldRe
     if !bundle.is_bundle() {
         return Err(PipelineError::NotABundle { path: request.bundle.clone() });
     }
-    out.require_outside(bundle.dir())?;
     let clock = Instant::now();
     let spec = arch::resolve(&bundle, None)?;
     let wush = request.bundle.join(WUSH_DIR);

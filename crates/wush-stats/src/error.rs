@@ -96,7 +96,10 @@ impl StatsError {
             Self::SecondPass { .. } => "calibrate on all of the text in one run, or without --second-pass",
             Self::Unfinished => "the forward pass stopped; go on from the last saved file (--resume)",
             Self::NonFiniteWeight { .. } => "the checkpoint is damaged: check it against its source",
-            _ => return None,
+            Self::NothingToMerge => "name the files that `wush calibrate --shard` wrote",
+            Self::TooManyPositions => "merge fewer files: the sums stand for more text than can be counted",
+            Self::Incomplete { .. } | Self::Shape { .. } => "calibrate again: the pass did not see what its plan says",
+            Self::Interrupted => return None,
         };
         Some(text.into())
     }

@@ -151,7 +151,13 @@ impl TransformError {
                 "head dimensions in use (64, 72, 80, 96, 112, 120, 128, 160, 192, 256) are supported; for this one only \
                  the transforms identity and random exist"
             }
-            _ => return None,
+            Self::Damping { .. } => "0.01 is the paper's; more of it makes hard heads easier",
+            Self::Exponent { .. } => "0.25 is the paper's; 0.4 suits an encoder with error feedback",
+            Self::NoConvergence { .. } => "pass a larger damping (--damping 0.1), or calibrate on more text",
+            Self::Shape { .. } | Self::Dimension { .. } => {
+                "the statistics are damaged or of another model: calibrate again"
+            }
+            Self::UnknownFactor { .. } | Self::UnknownTransform { .. } => return None,
         };
         Some(text.into())
     }

@@ -149,16 +149,16 @@ pub struct SolveOptionsArgs {
     /// default: what measurements favour; paper: the method exactly as published
     #[arg(long, default_value_t = Preset::Default)]
     pub preset: Preset,
-    /// Damping γ of Eq. 1
-    #[arg(long, value_name = "GAMMA", default_value_t = plan::DEFAULT_DAMPING, allow_hyphen_values = true, value_parser = number)]
-    pub damping: f64,
+    /// Damping γ of Eq. 1, of a transform with statistics [default: 0.01]
+    #[arg(long, value_name = "GAMMA", allow_hyphen_values = true, value_parser = number)]
+    pub damping: Option<f64>,
     /// Seed of random matrices
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
     pub seed: u64,
-    /// Exponent p of Λ in the transform, 0 to 0.5 [default: the preset's: 0.4; 0.25 in paper and for baselines]
+    /// Exponent p of Λ in wush and wush-a, 0 to 0.5 [default: the preset's: 0.4; 0.25 in paper]
     #[arg(long, value_name = "P", allow_hyphen_values = true, value_parser = number)]
     pub exponent: Option<f64>,
-    /// The transform's last, orthogonal factor [default: hadamard]
+    /// The last, orthogonal factor of wush and wush-a [default: hadamard]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(plan::factor_names()))]
     pub factor: Option<String>,
     /// Take each head's mean from its keys before they are cached, which no softmax notices: never, always, or auto, where

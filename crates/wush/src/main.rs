@@ -119,7 +119,7 @@ fn schema_text(name: Option<&str>) -> Result<String> {
 fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("stdout: cannot write the report"),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(PipelineError::stdout(error).into()),
         _ => Ok(()),
     }
 }

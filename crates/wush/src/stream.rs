@@ -4,8 +4,7 @@ use std::borrow::Cow;
 use std::io::{ErrorKind, IsTerminal, Result, Stdout, Write};
 use std::ops::ControlFlow;
 
-use anyhow::Context;
-use wush_pipeline::printable;
+use wush_pipeline::{PipelineError, printable};
 
 /// stdout, and whether there is still a reader.
 pub struct Stream {
@@ -39,7 +38,7 @@ impl Stream {
             let _ = self.tell("\n");
         }
         match self.result {
-            Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("stdout: cannot write the text"),
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(PipelineError::stdout(error).into()),
             _ => Ok(()),
         }
     }

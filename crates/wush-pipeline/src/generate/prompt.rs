@@ -10,7 +10,7 @@ use wush_checkpoint::tokenizer::TextTokenizer;
 use wush_format::FormatError;
 
 use crate::model::Model;
-use crate::request::{Chat, PromptSource};
+use crate::request::{Chat, GenerateRequest, PromptSource};
 use crate::{PipelineError, Result};
 
 /// Longest prompt, in bytes: some millions of tokens, more than any model reads.
@@ -27,25 +27,33 @@ pub(super) struct Prompt {
 }
 
 impl Prompt {
-    /// Reads the prompt, applies the chat template where there is one (or as `chat` says), and encodes it. Without a template
+    /// Reads the prompt, applies the chat template where there is one (or as `--chat` says), and encodes it. Without a template
     /// the token that the tokenizer puts before a text comes first.
     ///
     /// # Errors
-    /// `EmptyPrompt`; `NoChatTemplate`; `Format`, `Checkpoint`; `Option` for a prompt that is too long to be read.
-    pub(super) fn new(model: &Model, tokenizer: &TextTokenizer, source: &PromptSource, chat: Chat) -> Result<Self> {
-        let text = read(source)?;
+    /// `EmptyPrompt`; `NoChatTemplate`, also for a system message; `Format`, `Checkpoint`; `Option` for a prompt that is too
+    /// long to be read, and for a system message with `--chat never`.
+    pub(super) fn new(model: &Model, tokenizer: &TextTokenizer, request: &GenerateRequest) -> Result<Self> {
+        let (chat, system) = (request.chat, request.system.as_ref());
+        if let (Chat::Never, Some(_)) = (chat, system) {
+            let (expected, found) = ("none with --chat never".to_owned(), "one".to_owned());
+            return Err(PipelineError::Option { option: "--system", expected, found });
+        }
+        let text = read(&request.prompt)?;
         let template = match chat {
             Chat::Never => None,
             Chat::Auto | Chat::Always => ChatTemplate::open(model.dir())?,
         };
-        if template.is_none() && chat == Chat::Always {
+        if template.is_none() && (chat == Chat::Always || system.is_some()) {
             return Err(PipelineError::NoChatTemplate { dir: model.dir().to_owned() });
         }
         let chat = template.is_some();
         let ids = match template {
             Some(template) if !text.is_empty() => {
-                let message = Message { role: "user", content: text };
-                tokenizer.encode(&template.render(&[message], SystemTime::now())?)?
+                let system = system.map(|text| Message { role: "system", content: text.clone() });
+                let messages: Vec<Message> =
+                    system.into_iter().chain([Message { role: "user", content: text }]).collect();
+                tokenizer.encode(&template.render(&messages, SystemTime::now())?)?
             }
             _ => tokenizer.encode(&text)?,
         };

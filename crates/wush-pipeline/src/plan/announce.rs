@@ -13,7 +13,9 @@ use crate::plan::{CalibrationPlan, VERIFY_TOKENS, VerifyPlan};
 /// 1024 tokens, 0.25e9 operations a token (docs/benchmarks.md). Narrower vectors and busy machines are slower.
 const OPERATIONS_PER_SECOND: f64 = 1.1e11;
 /// A calibration that is estimated to take longer than this is told before it starts.
-const LONG: Duration = Duration::from_secs(30 * 60);
+const LONG: Duration = Duration::from_secs(2 * 60);
+/// And an evaluation, whose rows come one by one.
+const LONG_EVALUATION: Duration = Duration::from_secs(10);
 /// What is proposed instead of a long calibration: sequences, and tokens of each.
 const SHORTER: (usize, usize) = (16, 2048);
 
@@ -61,6 +63,21 @@ pub(crate) fn describe_time(model: &Model, plan: &CalibrationPlan) -> Option<Str
     time_note(plan.info.positions, whole, plan.is_text.then_some(short))
 }
 
+/// How long an evaluation of `n_passes` over these sequences takes, about.
+pub(crate) fn describe_evaluation_time(model: &Model, sequences: &[Vec<u32>], n_passes: usize) -> Option<String> {
+    let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
+    let (tokens, n_passes) = (lengths.iter().sum::<usize>() as u64, n_passes as u32);
+    let logits = 2.0 * tokens as f64 * (model.spec.vocab_size * model.spec.hidden_size) as f64;
+    let pass = estimate(model, &lengths) + time_of(logits);
+    evaluation_time_note(counted(tokens, "token"), pass.saturating_mul(n_passes), n_passes)
+}
+
+fn evaluation_time_note(tokens: String, whole: Duration, n_passes: u32) -> Option<String> {
+    let times = if n_passes == 1 { String::new() } else { format!(", {n_passes} times") };
+    (whole > LONG_EVALUATION)
+        .then(|| format!("time       about {} on this machine, estimated: {tokens}{times}", human_time(whole)))
+}
+
 fn time_note(tokens: u64, whole: Duration, shorter: Option<Duration>) -> Option<String> {
     let proposal = shorter.filter(|short| 2 * *short <= whole).map(|short| {
         let (n, len) = SHORTER;
@@ -86,7 +103,11 @@ fn estimate(model: &Model, lengths: &[usize]) -> Duration {
         .sum();
     let n_channels: f64 = model.spec.layers.iter().map(|layer| (layer.attn.n_heads * layer.attn.head_dim) as f64).sum();
     let of_sequence = |&n: &usize| n as f64 * (2.0 * n_weights + 2.0 * n_channels * n as f64);
-    let operations: f64 = lengths.iter().map(of_sequence).sum();
+    time_of(lengths.iter().map(of_sequence).sum())
+}
+
+/// Of floating-point operations on all threads.
+fn time_of(operations: f64) -> Duration {
     Duration::from_secs_f64(operations / (OPERATIONS_PER_SECOND * rayon::current_num_threads() as f64))
 }
 
@@ -96,11 +117,18 @@ mod tests {
 
     #[test]
     fn only_long_calibrations_are_told() {
-        let [minutes, hours] = [5 * 60, 3 * 3600].map(Duration::from_secs);
-        assert_eq!(time_note(32_768, minutes, Some(minutes)), None);
+        let [short, minutes, hours] = [90, 5 * 60, 3 * 3600].map(Duration::from_secs);
+        assert_eq!(time_note(32_768, short, Some(short)), None);
+        let alike = time_note(32_768, minutes, Some(minutes)).expect("long");
+        assert_eq!(alike, "note       32768 tokens on a CPU: 5 min 00 s or more, estimated", "nothing is half as long");
         assert_eq!(
             time_note(1_048_576, hours, Some(minutes)).expect("long"),
             "note       1048576 tokens on a CPU: 3 h 00 min or more, estimated; --sequences 16 --seq-len 2048 about 5 min 00 s"
+        );
+        assert_eq!(evaluation_time_note("20480 tokens".to_owned(), Duration::from_secs(9), 3), None);
+        assert_eq!(
+            evaluation_time_note("20480 tokens".to_owned(), minutes, 3).expect("long"),
+            "time       about 5 min 00 s on this machine, estimated: 20480 tokens, 3 times"
         );
         let ids = time_note(1_048_576, hours, None).expect("long");
         assert!(!ids.contains("--seq-len"), "token ids have their own lengths: {ids}");

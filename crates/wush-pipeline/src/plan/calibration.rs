@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_id};
-use wush_data::{PackOptions, Packed};
+use wush_data::{PackOptions, Packed, TextOptions};
 use wush_format::hash::{Sha, sequence_hash};
 use wush_format::text::is_plain;
 use wush_stats::StatsInfo;
 
 use crate::model::Model;
-use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN, DEFAULT_SEQUENCES};
+use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN, DEFAULT_SEQUENCES, DEFAULT_TEXT_FIELD};
 use crate::request::{CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
 use crate::{PipelineError, Result};
 
@@ -80,12 +80,13 @@ pub(crate) enum Purpose {
 }
 
 impl Purpose {
-    /// The options that name the source, the number of sequences and their length.
-    fn options(self) -> [&'static str; 3] {
+    fn options(self) -> TextOptions {
         match self {
-            Self::Score => ["--text", "--windows", "--seq-len"],
-            Self::Comparison { .. } => ["--calib", "--sequences", "--calib-seq-len"],
-            Self::Statistics | Self::Check { .. } => ["--calib", "--sequences", "--seq-len"],
+            Self::Score => TextOptions { source: "--text", sequences: "--windows", ..TextOptions::CALIBRATION },
+            Self::Comparison { .. } => {
+                TextOptions { seq_len: "--calib-seq-len", field: "--calib-text-field", ..TextOptions::CALIBRATION }
+            }
+            Self::Statistics | Self::Check { .. } => TextOptions::CALIBRATION,
         }
     }
 }
@@ -108,15 +109,14 @@ pub(crate) fn load_sequences(
     purpose: Purpose,
     env: &Environment<'_>,
 ) -> Result<Packed> {
-    let [source_option, count_option, length_option] = purpose.options();
+    let names = purpose.options();
     if request.sequences == Some(0) {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(PipelineError::Option { option: count_option, expected, found });
+        return Err(PipelineError::Option { option: names.sequences, expected, found });
     }
     let is_text = !request.source.is_token_ids();
-    if let (Some(seq_len), false) = (request.seq_len, is_text) {
-        let expected = "none with token-id lists, which are used as they are".to_owned();
-        return Err(PipelineError::Option { option: length_option, expected, found: seq_len.to_string() });
+    if !is_text {
+        check_of_token_ids(request, names)?;
     }
     // How many of text, how many in any case, and how long.
     let (of_text, at_most, default_len) = match purpose {
@@ -128,7 +128,7 @@ pub(crate) fn load_sequences(
     let tokenizer = if is_text { Some(TextTokenizer::open(model.dir())?) } else { None };
     let options = PackOptions {
         seq_len: if is_text {
-            seq_len(model, request, length_option, default_len)?
+            seq_len(model, request, names.seq_len, default_len)?
         } else {
             model.spec.max_position_embeddings
         },
@@ -139,14 +139,29 @@ pub(crate) fn load_sequences(
         eos: if is_text { eos_token_id(&model.checkpoint)? } else { None },
         vocab_size: model.spec.vocab_size,
     };
-    let mut packed = wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor)?;
+    let failed = |source| PipelineError::Data { source, options: names };
+    let mut packed =
+        wush_data::load(&request.source, tokenizer.as_ref(), &options, &env.hub, env.monitor).map_err(failed)?;
     packed.sequences.truncate(at_most.unwrap_or(usize::MAX));
     // No manifest may state such a name, and the statistics would carry it there.
     if !is_plain(&packed.source) {
         let (expected, found) = ("a name without control characters".to_owned(), format!("{:?}", packed.source));
-        return Err(PipelineError::Option { option: source_option, expected, found });
+        return Err(PipelineError::Option { option: names.source, expected, found });
     }
     Ok(packed)
+}
+
+/// Lists of token ids are used as they are: there is nothing to cut, and no field to name.
+fn check_of_token_ids(request: &CalibrationRequest, names: TextOptions) -> Result<()> {
+    let field = Some(&request.text_field).filter(|field| *field != DEFAULT_TEXT_FIELD);
+    let given = [(names.seq_len, request.seq_len.map(|n| n.to_string())), (names.field, field.cloned())];
+    match given.into_iter().find_map(|(option, found)| Some((option, found?))) {
+        Some((option, found)) => {
+            let expected = "none with token-id lists, which are used as they are".to_owned();
+            Err(PipelineError::Option { option, expected, found })
+        }
+        None => Ok(()),
+    }
 }
 
 /// The length that was asked for by `option`, which the model must reach; else `default_len`, capped by the model.

@@ -29,7 +29,7 @@ impl VerifyPlan {
     /// Takes the first sequences that can be scored, or says why the check cannot run.
     ///
     /// # Errors
-    /// `Option` for a tolerance that is no positive number.
+    /// `Option` for a tolerance that is no positive number, or of a check that does not run.
     pub(crate) fn new(
         model: &Model,
         packed: Option<&Packed>,
@@ -50,12 +50,20 @@ impl VerifyPlan {
                 tolerance(verify::folded_dtype(&model.checkpoint, &model.spec, dtype), n_scored)
             }
         };
-        Ok(match (settings.sequences, is_given, sequences.is_empty()) {
+        let found = match (settings.sequences, is_given, sequences.is_empty()) {
             (0, ..) => Err(Unchecked::Asked),
             (_, false, _) => Err(Unchecked::NoText),
             (_, _, true) => Err(Unchecked::SingleTokens),
             (asked, ..) => Ok(Self { sequences, source: source.to_owned(), asked, tolerance }),
-        })
+        };
+        match (&found, settings.tolerance) {
+            (Err(reason), Some(tolerance)) => Err(PipelineError::Option {
+                option: "--tolerance",
+                expected: format!("none where nothing is checked ({})", reason.reason()),
+                found: tolerance.to_string(),
+            }),
+            _ => Ok(found),
+        }
     }
 }
 

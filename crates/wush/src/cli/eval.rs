@@ -85,7 +85,7 @@ struct WindowArgs {
     /// Tokens a step
     #[arg(long, value_name = "N", default_value_t = Protocol::PAPER.chunk, value_parser = whole_number)]
     chunk: usize,
-    /// First tokens, exact for ever
+    /// First tokens, exact for ever; these windows are the paper's study's, smaller than those of `generate`
     #[arg(long, value_name = "N", default_value_t = Protocol::PAPER.sink, value_parser = whole_number)]
     sink: usize,
     /// Newest tokens, exact

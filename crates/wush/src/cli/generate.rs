@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use wush_pipeline::request::{Chat, GenerateRequest, KvBits, Method, PromptSource, Sampling, Windows};
+use wush_pipeline::request::{Chat, GenerateRequest, KvBits, Method, PromptSource, Sampling, WindowOptions};
 
 use super::{ModelArgs, number, seed, whole_number};
 
@@ -30,6 +30,9 @@ struct PromptArgs {
     /// A file of it, - for the standard input; its last line end is left out
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
+    /// A message before the prompt that says how to answer, where the checkpoint has a chat template
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    system: Option<String>,
     /// auto: the prompt is a message to the model where the checkpoint has a chat template, and text to continue where not;
     /// always: a message; never: text to continue
     #[arg(long, value_name = "WHEN", default_value_t)]
@@ -71,15 +74,15 @@ struct CacheArgs {
     /// suits the bundle, quest-wide with error feedback and quest without]
     #[arg(long, value_name = "NAME")]
     quantizer: Option<Method>,
-    /// First tokens, in full precision for ever
-    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.sink, value_parser = whole_number)]
-    sink: usize,
-    /// Newest tokens, in full precision
-    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.keep, value_parser = whole_number)]
-    keep: usize,
-    /// Tokens between both are quantized in multiples of this
-    #[arg(long, value_name = "N", default_value_t = Windows::SERVING.flush, value_parser = whole_number)]
-    flush: usize,
+    /// First tokens, in full precision for ever [default: 64; this and the next two by default those of the paper's serving runs, where `eval ppl` has its study's]
+    #[arg(long, value_name = "N", value_parser = whole_number)]
+    sink: Option<usize>,
+    /// Newest tokens, in full precision [default: 256]
+    #[arg(long, value_name = "N", value_parser = whole_number)]
+    keep: Option<usize>,
+    /// Tokens between both are quantized in multiples of this [default: 8]
+    #[arg(long, value_name = "N", value_parser = whole_number)]
+    flush: Option<usize>,
     /// Tokens of the prompt that enter the cache together: they read each other in full precision
     #[arg(long, value_name = "N", default_value_t = wush_pipeline::DEFAULT_CHUNK, value_parser = whole_number)]
     chunk: usize,
@@ -94,10 +97,11 @@ impl GenerateArgs {
         GenerateRequest {
             model: model.request(),
             chat: prompt.chat,
+            system: prompt.system.clone(),
             prompt: prompt.source(),
             kv_bits,
             quantizer,
-            windows: Windows { sink, keep, flush },
+            windows: WindowOptions { sink, keep, flush },
             chunk,
             max_new_tokens,
             sampling: Sampling { temperature, top_k, top_p, seed },
