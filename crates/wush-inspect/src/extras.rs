@@ -83,8 +83,8 @@ fn centered_result(found: &[Centered], record: &Record<'_>) -> Result<String, St
         return Err(format!("layer {layer} has {state}, center_keys is {rule}"));
     }
     let stated = |layer: usize| record.layers.iter().find(|report| report.layer == layer);
-    let of_layers = found.iter().filter_map(|layer| Some((layer, stated(layer.layer)?)));
-    of_layers.map(|(layer, stated)| same_means(layer, stated)).collect::<Result<(), String>>()?;
+    let mut of_layers = found.iter().filter_map(|layer| Some((layer, stated(layer.layer)?)));
+    of_layers.try_for_each(|(layer, stated)| same_means(layer, stated))?;
     if wanted && record.layers.is_empty() {
         return Err("there are means, and no statistics that they could be of".to_owned());
     }

@@ -178,8 +178,11 @@ fn edit_values(bundle: &Bundle, edit: impl FnOnce(&mut [f32])) {
     bundle.rehash();
 }
 
+/// Changes matrices in place.
+type Forgery = fn(&mut [f32]);
+
 /// Forgeries of `[2, 8, 8]` that are unit lower triangular: none, others, another head's, and one slightly off.
-const FORGERIES: [(&str, fn(&mut [f32])); 5] = [
+const FORGERIES: [(&str, Forgery); 5] = [
     ("none", |lower| below(lower, |_| 0.0)),
     ("another", |lower| below(lower, |_| 0.25)),
     ("large", |lower| below(lower, |_| 3.0)),
@@ -227,7 +230,7 @@ fn elements_beyond_what_the_figures_allow_are_found_whatever_the_factor() {
 
 #[test]
 fn figures_of_the_feedback_are_computed_again() {
-    let edits: [(&str, fn(&mut HeadReport)); 5] = [
+    let edits: [(&str, FigureEdit); 5] = [
         ("cond_hessian", |figures| figures.cond_hessian *= 1.01),
         ("cond_gram", |figures| figures.cond_gram *= 1.01),
         ("imbalance", |figures| figures.imbalance += 1e-2),
@@ -236,8 +239,7 @@ fn figures_of_the_feedback_are_computed_again() {
     ];
     let bundle = bundle();
     for (name, edit) in edits {
-        let roles: [(&str, fn(&mut LayerReport) -> &mut HeadReport); 2] =
-            [(KEYS, key_figures), (VALUES, value_figures)];
+        let roles: [(&str, OfRole); 2] = [(KEYS, key_figures), (VALUES, value_figures)];
         for (expected, of_role) in roles {
             println!("{name}: {expected}");
             let mut honest = None;
@@ -253,6 +255,9 @@ fn figures_of_the_feedback_are_computed_again() {
         }
     }
 }
+
+type FigureEdit = fn(&mut HeadReport);
+type OfRole = fn(&mut LayerReport) -> &mut HeadReport;
 
 fn key_figures(layer: &mut LayerReport) -> &mut HeadReport {
     &mut layer.key[0]

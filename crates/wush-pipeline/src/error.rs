@@ -62,7 +62,7 @@ pub enum PipelineError {
         /// What is wrong with it.
         source: DataError,
         /// What its options are called here.
-        options: TextOptions,
+        options: &'static TextOptions,
     },
     /// The forward pass.
     #[error(transparent)]
@@ -351,7 +351,7 @@ pub enum PipelineError {
 impl From<DataError> for PipelineError {
     /// Of calibration text.
     fn from(source: DataError) -> Self {
-        Self::Data { source, options: TextOptions::CALIBRATION }
+        Self::Data { source, options: &TextOptions::CALIBRATION }
     }
 }
 

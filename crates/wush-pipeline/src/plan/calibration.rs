@@ -80,13 +80,15 @@ pub(crate) enum Purpose {
 }
 
 impl Purpose {
-    fn options(self) -> TextOptions {
+    fn options(self) -> &'static TextOptions {
+        const SCORED: TextOptions =
+            TextOptions { source: "--text", sequences: "--windows", ..TextOptions::CALIBRATION };
+        const COMPARED: TextOptions =
+            TextOptions { seq_len: "--calib-seq-len", field: "--calib-text-field", ..TextOptions::CALIBRATION };
         match self {
-            Self::Score => TextOptions { source: "--text", sequences: "--windows", ..TextOptions::CALIBRATION },
-            Self::Comparison { .. } => {
-                TextOptions { seq_len: "--calib-seq-len", field: "--calib-text-field", ..TextOptions::CALIBRATION }
-            }
-            Self::Statistics | Self::Check { .. } => TextOptions::CALIBRATION,
+            Self::Score => &SCORED,
+            Self::Comparison { .. } => &COMPARED,
+            Self::Statistics | Self::Check { .. } => &TextOptions::CALIBRATION,
         }
     }
 }
@@ -152,7 +154,7 @@ pub(crate) fn load_sequences(
 }
 
 /// Lists of token ids are used as they are: there is nothing to cut, and no field to name.
-fn check_of_token_ids(request: &CalibrationRequest, names: TextOptions) -> Result<()> {
+fn check_of_token_ids(request: &CalibrationRequest, names: &TextOptions) -> Result<()> {
     let field = Some(&request.text_field).filter(|field| *field != DEFAULT_TEXT_FIELD);
     let given = [(names.seq_len, request.seq_len.map(|n| n.to_string())), (names.field, field.cloned())];
     match given.into_iter().find_map(|(option, found)| Some((option, found?))) {
