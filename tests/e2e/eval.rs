@@ -76,9 +76,9 @@ fn options_that_are_for_some_transforms_are_told() {
     let fixed = ["--bits", "2", "--quantizer", "quest", "--preset", "paper"];
     let of = |more: &[&str]| report(&program, &on_model(), &[&fixed[..], more].concat());
     let mixed = of(&[&calibration[..], &["--transform", "hadamard,wush", "--exponent", "0.4"]].concat());
-    assert_eq!(mixed["notes"][0], "--exponent is for wush; hadamard stays as it is", "{mixed}");
+    assert_eq!(mixed["notes"][0], "--exponent is for wush, not for hadamard", "{mixed}");
     let plain = of(&["--transform", "hadamard", "--calib", "nowhere.txt"]);
-    assert_eq!(plain["notes"][0], "--calib is not read: hadamard need no statistics", "{plain}");
+    assert_eq!(plain["notes"][0], "--calib is not read: no statistics are needed for hadamard", "{plain}");
     assert_eq!(ppl(&mixed, "hadamard", 2), ppl(&plain, "hadamard", 2));
     let published = of(&[&calibration[..], &["--transform", "wush"]].concat());
     assert_ne!(ppl(&mixed, "wush", 2), ppl(&published, "wush", 2));

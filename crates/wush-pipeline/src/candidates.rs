@@ -76,7 +76,9 @@ impl Comparison {
         let (plans, mut notes) = SolvePlan::of_list(&names, &request.settings)?;
         let Some(needing) = plans.iter().find(|plan| plan.kind.needs_statistics) else {
             let given = given_statistics(&request.statistics);
-            notes.extend(given.map(|given| format!("{given} is not read: {} need no statistics", names.join(", "))));
+            notes.extend(
+                given.map(|given| format!("{given} is not read: no statistics are needed for {}", names.join(", "))),
+            );
             return Ok(Self::Solve { plans, from: Basis::Nothing, notes });
         };
         let from = match &request.statistics {

@@ -81,7 +81,7 @@ pub(super) fn of_list<'a>(
         let left_alone = all.iter_mut().zip(kinds).filter(|(_, kind)| !(option.is_taken)(kind));
         left_alone.for_each(|(settings, _)| (option.clear)(settings));
         if !others.is_empty() {
-            notes.push(format!("{} is for {}; {} stays as it is", option.name, names(&takers), names(&others)));
+            notes.push(format!("{} is for {}, not for {}", option.name, names(&takers), names(&others)));
         }
     }
     Ok((all, notes))
@@ -118,10 +118,8 @@ mod tests {
         let told: Vec<_> = settings.iter().map(|s| (s.transform.as_str(), s.exponent, s.feedback)).collect();
         let expected = [("hadamard", None, None), ("oscar", None, Some(true)), ("wush", Some(0.3), Some(true))];
         assert_eq!(told, expected);
-        let expected = [
-            "--exponent is for wush; hadamard, oscar stays as it is",
-            "--feedback is for oscar, wush; hadamard stays as it is",
-        ];
+        let expected =
+            ["--exponent is for wush, not for hadamard, oscar", "--feedback is for oscar, wush, not for hadamard"];
         assert_eq!(notes, expected);
         assert!(settings.iter().zip(kinds).all(|(settings, kind)| check(kind, settings).is_ok()));
     }
