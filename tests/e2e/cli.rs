@@ -8,8 +8,20 @@ use wush_tests::{Scratch, names, root};
 use crate::common::{args, assert_schema, filters, model, on_demo, on_tiny, stable, tiny, wush};
 
 /// Every command that `docs/cli.md` describes.
-const COMMANDS: &[&str] =
-    &["convert", "calibrate", "merge", "solve", "fold", "unfold", "inspect", "eval", "generate", "demo", "schema"];
+const COMMANDS: &[&str] = &[
+    "convert",
+    "calibrate",
+    "merge",
+    "solve",
+    "fold",
+    "unfold",
+    "inspect",
+    "eval",
+    "generate",
+    "demo",
+    "doctor",
+    "schema",
+];
 
 /// Commands of commands, on the page as well.
 const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"], ["eval", "recon"]];
@@ -70,6 +82,22 @@ fn every_command_is_on_the_page() {
     let listed: Vec<_> =
         listed.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help").collect();
     assert_eq!(listed, COMMANDS);
+}
+
+#[test]
+fn the_doctor_says_what_is_found_and_what_is_not() {
+    let scratch = Scratch::new();
+    let report = wush(&scratch).ok(&["doctor", "--format", "json"]).stdout;
+    let report: serde_json::Value = serde_json::from_str(&report).expect("JSON");
+    assert_schema("doctor", &report);
+    let libraries = report["libraries"].as_array().expect("a list");
+    assert_eq!(libraries.len(), 3);
+    for library in libraries {
+        assert_ne!(library["path"].is_null(), library["problem"].is_null(), "found, or why not: {library}");
+    }
+    assert_eq!(report["auto"] == "cpu", !report["because"].is_null(), "a reason where no GPU is used: {report}");
+    let shown = wush(&scratch).ok(&["doctor"]).stdout;
+    assert!(shown.contains("libcuda.so.1"), "{shown}");
 }
 
 #[test]

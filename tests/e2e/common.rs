@@ -101,6 +101,7 @@ pub fn filters() -> Vec<(&'static str, &'static str)> {
     vec![
         (r"[0-9a-f]{64}", "[sha]"),
         (r"wush \d+\.\d+\.\d+", "wush [version]"),
+        (r"no GPU: .*", "no GPU: [why]"),
         (r"\d+ tokens/s", "[rate]"),
         (r"in layer \d+", "in layer [n]"),
         (r"[+-]?\d+(\.\d+)?e[+-]?\d+", "[float]"),

@@ -151,6 +151,8 @@ impl Program {
 
     fn confine(&self, command: &mut Command) {
         command.current_dir(&self.dir).stdin(Stdio::null());
+        // No GPU: what is printed and computed is the same everywhere.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.dir.join("no-hub")).env_remove("HF_HUB_CACHE");
         // The width of help texts.
         command.env_remove("COLUMNS");

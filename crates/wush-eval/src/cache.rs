@@ -9,7 +9,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 use wush_model::attention::{AttentionProduct, Place};
 use wush_model::backend::{AttentionShape, Backend};
-use wush_model::cpu::{Cpu, KeysValues, Rows, windowed};
+use wush_model::cpu::{Cpu, KeysValues, Rows, transform_heads, windowed};
 use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result as ModelResult};
 use wush_quant::{Codec, Feedback, QuantError};
@@ -107,14 +107,14 @@ impl QuantizedCache {
 
     /// Queries `[tokens, n_heads * d]` as one layer's cached keys meet them; none where keys stay as they are.
     pub fn queries(&self, layer: usize, queries: &Rows, head_dim: usize) -> Option<Rows> {
-        self.layers[layer].0.as_ref().map(|side| Cpu.transform_heads(queries, &side.reader, head_dim))
+        self.layers[layer].0.as_ref().map(|side| transform_heads(queries, &side.reader, head_dim))
     }
 
     /// Attention outputs `[tokens, n_heads * d]` from the coordinates of cached values to the model's.
     pub fn outputs(&self, layer: usize, outputs: Rows, head_dim: usize) -> Rows {
         match &self.layers[layer].1 {
             None => outputs,
-            Some(side) => Cpu.transform_heads(&outputs, &side.reader, head_dim),
+            Some(side) => transform_heads(&outputs, &side.reader, head_dim),
         }
     }
 }
@@ -132,7 +132,7 @@ impl OnDevice {
         check("the head dimension of the quantizer", dim, codec.layout().head_dim())?;
         check("the list of feedback matrices", n_kv_heads, feedback.as_ref().map_or(n_kv_heads, Vec::len))?;
         let on_device = |data: &[f32]| Cpu.head_matrices(n_kv_heads, dim, data);
-        let (transform, reader) = (on_device(&transform), on_device(&reader));
+        let (transform, reader) = (on_device(&transform)?, on_device(&reader)?);
         Ok(Self { transform, reader, mean, codec, feedback })
     }
 
@@ -146,14 +146,14 @@ impl OnDevice {
     fn transformed(&self, x: &Rows) -> Rows {
         let dim = self.codec.layout().head_dim();
         match &self.mean {
-            None => Cpu.transform_heads(x, &self.transform, dim),
+            None => transform_heads(x, &self.transform, dim),
             Some(mean) => {
                 let mut centred = x.clone();
                 centred.data.par_chunks_mut(TOKENS_PER_TASK * x.width).for_each(|rows| {
                     rows.chunks_exact_mut(mean.len())
                         .for_each(|row| row.iter_mut().zip(mean).for_each(|(x, m)| *x -= m));
                 });
-                Cpu.transform_heads(&centred, &self.transform, dim)
+                transform_heads(&centred, &self.transform, dim)
             }
         }
     }
@@ -194,7 +194,7 @@ impl AttentionProduct<Cpu> for QuantizedCache {
         let positions = self.protocol.sink..chunks.last().map_or(0, |chunk| chunk.quantized.end);
         let (keys, values) = &self.layers[place.layer];
         if positions.is_empty() || (keys.is_none() && values.is_none()) {
-            return Ok(backend.attention(q, k, v, shape));
+            return backend.attention(q, k, v, shape);
         }
         let refused = |what| move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
         let cached_keys = self.keys(place.layer, k, positions.clone()).map_err(refused("keys"))?;

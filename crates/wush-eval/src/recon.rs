@@ -103,7 +103,7 @@ impl AttentionProduct<Cpu> for Compared<'_> {
     fn attend(&self, backend: &Cpu, place: Place, qkv: [&Rows; 3], shape: &AttentionShape) -> ModelResult<Rows> {
         let [q, k, v] = qkv;
         let projection = self.decoder.output_projection(place.layer)?;
-        let output = backend.attention(q, k, v, shape);
+        let output = backend.attention(q, k, v, shape)?;
         let module = Module { place, q, k, v, shape, output: &output, projection: &projection };
         let errors = self.caches.iter().map(|cache| module.errors(cache)).collect::<ModelResult<_>>()?;
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
@@ -136,44 +136,44 @@ impl Module<'_> {
         let quantized_keys = cached_keys.as_ref().map_or(k, |cached| &cached.quantized);
         let quantized_values = cached_values.as_ref().map_or(v, |cached| &cached.quantized);
         let output = |attended: Rows| self.output_error(&attended);
+        let attend = |q: &Rows, k: &Rows, v: &Rows| Cpu.attention(q, k, v, shape);
         let back = |attended: Rows| cache.outputs(place.layer, attended, shape.head_dim);
-        let keys = output(Cpu.attention(queries, quantized_keys, v, shape));
-        let values = output(back(Cpu.attention(q, k, quantized_values, shape)));
+        let keys = output(attend(queries, quantized_keys, v)?)?;
+        let values = output(back(attend(q, k, quantized_values)?))?;
         let exact = QueriesKeys { queries: q, keys: k };
         let (error, signal) = probability_errors(exact, QueriesKeys { queries, keys: quantized_keys }, shape);
         Ok(ModuleErrors {
-            products: self.product_error(queries, cached_keys.as_ref()),
+            products: self.product_error(queries, cached_keys.as_ref())?,
             probabilities: Squares { error, signal },
             keys,
             values,
-            both: output(back(Cpu.attention(queries, quantized_keys, quantized_values, shape))),
+            both: output(back(attend(queries, quantized_keys, quantized_values)?))?,
         })
     }
 
     /// Of `q·k` over all pairs: Σ_ij (q_i · e_j)² = Σ (Σ q qᵀ) ∘ (Σ e eᵀ), a KV head at a time.
-    fn product_error(&self, queries: &Rows, cached: Option<&Cached>) -> Squares {
-        let error = cached.map_or(0.0, |cached| self.pairs(queries, &difference(&cached.quantized, &cached.exact)));
-        Squares { error, signal: self.pairs(self.q, self.k) }
+    fn product_error(&self, queries: &Rows, cached: Option<&Cached>) -> ModelResult<Squares> {
+        let of = |cached: &Cached| self.pairs(queries, &difference(&cached.quantized, &cached.exact));
+        Ok(Squares { error: cached.map_or(Ok(0.0), of)?, signal: self.pairs(self.q, self.k)? })
     }
 
     /// Σ_ij (q_i · k_j)² over all pairs of a query and a key of its KV head.
-    fn pairs(&self, queries: &Rows, keys: &Rows) -> f64 {
+    fn pairs(&self, queries: &Rows, keys: &Rows) -> ModelResult<f64> {
         let AttentionShape { n_kv_heads, head_dim, .. } = *self.shape;
         let gram = |x: &Rows| {
             let mut gram = vec![0.0; n_kv_heads * head_dim * head_dim];
-            Cpu.gram(x, n_kv_heads, head_dim, &mut gram);
-            gram
+            Cpu.gram(x, n_kv_heads, head_dim, &mut gram).map(|()| gram)
         };
-        gram(queries).iter().zip(gram(keys)).map(|(q, k)| q * k).sum()
+        Ok(gram(queries)?.iter().zip(gram(keys)?).map(|(q, k)| q * k).sum())
     }
 
     /// Of the module's output, `attended` being the attention output in the model's coordinates.
-    fn output_error(&self, attended: &Rows) -> Squares {
+    fn output_error(&self, attended: &Rows) -> ModelResult<Squares> {
         let squares = |x: &Rows| {
-            let [projected] = Cpu.project(x, None, [Affine { weight: self.projection, bias: None }]);
-            projected.data.iter().map(|&x| f64::from(x).powi(2)).sum()
+            let [projected] = Cpu.project(x, None, [Affine { weight: self.projection, bias: None }])?;
+            Ok::<f64, ModelError>(projected.data.iter().map(|&x| f64::from(x).powi(2)).sum())
         };
-        Squares { error: squares(&difference(attended, self.output)), signal: squares(self.output) }
+        Ok(Squares { error: squares(&difference(attended, self.output))?, signal: squares(self.output)? })
     }
 }
 
@@ -207,7 +207,8 @@ mod tests {
             let key = &k.data[j * k.width + head / 2 * head_dim..][..head_dim];
             sum += query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>().powi(2);
         }
-        assert!((module.pairs(&q, &k) / sum - 1.0).abs() < 1e-12);
+        let pairs = module.pairs(&q, &k).expect("the CPU does not fail");
+        assert!((pairs / sum - 1.0).abs() < 1e-12);
     }
 
     #[test]

@@ -183,7 +183,8 @@ impl Case {
         let (n, d) = (self.n_tokens, self.dim);
         let q = numbers.rows(n, self.n_heads * d);
         let [k, v] = [0, 1].map(|_| numbers.rows(n, self.n_kv_heads * d));
-        let readers = [&keys, &values].map(|side| Cpu.head_matrices(self.n_kv_heads, d, &side.reader));
+        let reader = |side: &Side| Cpu.head_matrices(self.n_kv_heads, d, &side.reader).expect("the CPU does not fail");
+        let readers = [&keys, &values].map(reader);
         let amplified = largest_norm(&values.reader, d);
         let layers = vec![LayerCache { keys: Some(keys), values: Some(values) }];
         let whole = QuantizedCache::new(&spec, layers, self.protocol).expect("the model's shapes");
@@ -192,10 +193,10 @@ impl Case {
         let everything = self.protocol.sink.min(n)..n;
         let cached_keys = whole.keys(0, &k, everything.clone()).expect("finite").expect("keys are cached");
         let cached_values = whole.values(0, &v, everything).expect("finite").expect("values are cached");
-        let queries = Cpu.transform_heads(&q, &readers[0], d);
+        let queries = Cpu.transform_heads(&q, &readers[0], d).expect("the CPU does not fail");
         let mut paged = self.runtime([key_feedback, value_feedback]);
         let read = run(&mut paged, self.protocol, [&queries, &cached_keys.exact, &cached_values.exact]);
-        let expected = Cpu.transform_heads(&read, &readers[1], d);
+        let expected = Cpu.transform_heads(&read, &readers[1], d).expect("the CPU does not fail");
 
         if self.sliding_window.is_none() {
             self.same_codes(&paged, [&cached_keys.quantized, &cached_values.quantized]);

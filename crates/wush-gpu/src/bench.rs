@@ -3,6 +3,7 @@
 //! Enters: a device, and the sizes of one layer. Leaves: seconds, with the operations and bytes that must be done. Judges nothing.
 //! Random numbers are on the device: products of zeros are faster than those of data.
 
+pub mod calibrate;
 pub mod ceilings;
 pub mod kernels;
 
@@ -64,6 +65,20 @@ pub fn median(device: &Device, launches: usize, mut work: impl FnMut() -> Result
 /// `OutOfMemory`, `Driver`.
 pub fn random(device: &Device, seed: u64, len: usize) -> Result<Buffer<bf16>> {
     tiled(device, &draw(seed, len.min(DRAWN)).map(bf16::from_f32).collect::<Vec<_>>(), len)
+}
+
+/// The same times `factor`.
+///
+/// # Errors
+/// `OutOfMemory`, `Driver`.
+pub(crate) fn random_scaled<T: Element + From<bf16>>(
+    device: &Device,
+    seed: u64,
+    len: usize,
+    factor: f32,
+) -> Result<Buffer<T>> {
+    let drawn = draw(seed, len.min(DRAWN)).map(|x| T::from(bf16::from_f32(factor * x)));
+    tiled(device, &drawn.collect::<Vec<_>>(), len)
 }
 
 /// The same in f32.

@@ -196,6 +196,18 @@ impl<T: Element> Buffer<T> {
         ViewMut { address: self.block.0, len: self.len, buffer: PhantomData }
     }
 
+    /// Elements `range`, to be written by who does not have the buffer alone.
+    ///
+    /// # Safety
+    /// Nobody else has a view of these elements while this one is used.
+    ///
+    /// # Panics
+    /// When the range reaches beyond it: the caller's invariant.
+    pub(crate) unsafe fn view_mut_shared(&self, range: Range<usize>) -> ViewMut<'_, T> {
+        let View { address, len, .. } = self.view().slice(range);
+        ViewMut { address, len, buffer: PhantomData }
+    }
+
     /// Sets every byte, in the compute queue.
     ///
     /// # Errors
@@ -264,6 +276,11 @@ impl<T: Element> ViewMut<'_, T> {
         self.address
     }
 
+    /// Its bytes, to be written.
+    pub(crate) fn as_bytes(&mut self) -> ViewMut<'_, u8> {
+        ViewMut { address: self.address, len: self.len * size_of::<T>(), buffer: PhantomData }
+    }
+
     /// As it is, to be read.
     pub fn as_view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, buffer: PhantomData }
@@ -304,6 +321,12 @@ impl<T: Element> DerefMut for Pinned<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and nobody else has it.
         unsafe { std::slice::from_raw_parts_mut(self.address, self.len) }
+    }
+}
+
+impl<T: Element> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned<{}>[{}]", std::any::type_name::<T>(), self.len)
     }
 }
 

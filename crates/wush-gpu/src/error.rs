@@ -1,6 +1,8 @@
 //! What can go wrong between a machine and a kernel's result. A missing driver, library or device is a value here, never a
 //! failure to start.
 
+use wush_model::{DeviceFailure, ModelError};
+
 /// Result of this crate.
 pub type Result<T, E = GpuError> = std::result::Result<T, E>;
 
@@ -107,6 +109,9 @@ pub enum GpuError {
         /// Coordinates of a head.
         head_dim: usize,
     },
+    /// Exact Hessians of f32 activations, for which there is no kernel.
+    #[error("exact Hessians are computed of bf16 activations only")]
+    HessianPrecision,
     /// A launch does not fit the kernel as it was compiled.
     #[error("kernel {kernel}: expected arguments of {expected:?} bytes, found {found:?}")]
     Arguments {
@@ -145,6 +150,18 @@ pub enum GpuError {
         /// Elements asked for.
         count: usize,
     },
+}
+
+impl From<GpuError> for ModelError {
+    fn from(error: GpuError) -> Self {
+        Self::Device(Box::new(error))
+    }
+}
+
+impl DeviceFailure for GpuError {
+    fn hint(&self) -> Option<String> {
+        Self::hint(self)
+    }
 }
 
 impl GpuError {

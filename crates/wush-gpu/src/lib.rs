@@ -2,7 +2,7 @@
 //!
 //! Enters: host arrays, kernel sources, sizes. Leaves: arrays on a GPU, and errors as values: a machine without a driver, a
 //! library or a device builds, links and starts this crate like any other. Knows nothing of the command line, files of wush, or
-//! the order of stages.
+//! the order of stages. Start reading in `backend.rs`.
 //!
 //! ```
 //! use wush_gpu::{Device, GpuError};
@@ -18,6 +18,7 @@
 //! ```
 
 pub mod attention;
+pub mod backend;
 pub mod bench;
 pub mod compiler;
 pub mod convert;
@@ -30,10 +31,15 @@ pub mod libraries;
 pub mod matmul;
 pub mod norm;
 pub mod operand;
+pub mod plan;
 pub mod pool;
 pub mod rope;
+pub mod statistics;
 pub mod sums;
+pub mod survey;
+pub mod tensor;
 pub mod transform_heads;
+pub mod upload;
 
 mod buffer;
 mod device;

@@ -26,6 +26,9 @@ pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// `CUBLAS_OP_T` of `cublasOperation_t`, an `int`.
 const TRANSPOSED: i32 = 1;
 
+/// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`: where a sum is split, its parts meet in f32 and are rounded once.
+const REDUCED_IN_F32: u32 = 2;
+
 /// What a product is made of.
 pub trait MatmulElement: Element {
     /// As the library names it.
@@ -334,6 +337,7 @@ impl Preference {
         done("choose an algorithm", unsafe { sys::cublasLtMatmulPreferenceCreate(&mut raw) })?;
         let preference = Self(raw);
         preference.set(PreferenceAttribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES as u64)?;
+        preference.set(PreferenceAttribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, REDUCED_IN_F32)?;
         for attribute in [
             PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
             PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,

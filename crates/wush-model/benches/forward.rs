@@ -103,7 +103,7 @@ impl<B: Backend> Observer<B> for Watch<'_> {
 
     fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
         let attn = &self.0.layers[layer].attn;
-        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+        Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v])
     }
 
     fn add(&mut self, _layer: usize, seen: Moments) -> Result<()> {

@@ -35,7 +35,7 @@ impl<B: Backend> Observer<B> for Grams<'_> {
         v: &B::Tensor,
     ) -> wush_model::Result<Moments> {
         let attn = &self.spec.layers[layer].attn;
-        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+        Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v])
     }
 
     fn add(&mut self, layer: usize, seen: Moments) -> wush_model::Result<()> {

@@ -35,7 +35,7 @@ pub struct Exact;
 
 impl<B: Backend> AttentionProduct<B> for Exact {
     fn attend(&self, backend: &B, _: Place, [q, k, v]: [&B::Tensor; 3], shape: &AttentionShape) -> Result<B::Tensor> {
-        Ok(backend.attention(q, k, v, shape))
+        backend.attention(q, k, v, shape)
     }
 }
 
@@ -53,7 +53,7 @@ impl<B: Backend> TransformedKeys<B> {
     /// A sidecar's matrices on the device.
     ///
     /// # Errors
-    /// `Tensor` when the sidecar's heads are not the model's.
+    /// `Tensor` when the sidecar's heads are not the model's; the device's own.
     pub fn new(sidecar: &KeySidecar, spec: &ModelSpec, backend: &B) -> Result<Self> {
         let mut layers = BTreeMap::new();
         for (&id, layer) in &sidecar.layers {
@@ -67,7 +67,7 @@ impl<B: Backend> TransformedKeys<B> {
                 });
             }
             let on_device = |data| backend.head_matrices(layer.n_kv_heads, layer.head_dim, data);
-            layers.insert(id, Transform { key: on_device(&layer.key), query: on_device(&layer.query) });
+            layers.insert(id, Transform { key: on_device(&layer.key)?, query: on_device(&layer.query)? });
         }
         Ok(Self { layers })
     }
@@ -81,9 +81,9 @@ impl<B: Backend> AttentionProduct<B> for TransformedKeys<B> {
         [q, k, v]: [&B::Tensor; 3],
         shape: &AttentionShape,
     ) -> Result<B::Tensor> {
-        let Some(transform) = self.layers.get(&place.layer) else { return Ok(backend.attention(q, k, v, shape)) };
-        let q = backend.transform_heads(q, &transform.query, shape.head_dim);
-        let k = backend.transform_heads(k, &transform.key, shape.head_dim);
-        Ok(backend.attention(&q, &k, v, shape))
+        let Some(transform) = self.layers.get(&place.layer) else { return backend.attention(q, k, v, shape) };
+        let q = backend.transform_heads(q, &transform.query, shape.head_dim)?;
+        let k = backend.transform_heads(k, &transform.key, shape.head_dim)?;
+        backend.attention(&q, &k, v, shape)
     }
 }

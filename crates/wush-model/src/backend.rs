@@ -5,29 +5,39 @@
 
 use wush_format::tensor_file::TensorView;
 
+use crate::error::Result;
 use crate::rope::RopeTable;
 use crate::spec::Activation;
 
-/// A device that runs the forward pass. Activations are `[tokens, width]`, row-major.
+/// A device that runs the forward pass. Activations are `[tokens, width]`, row-major. Operations fail where the device does: on
+/// the CPU none does.
 pub trait Backend: Sync {
+    /// Whether several sequences are worked on at once, each by a thread of its own: where operations are a thread's own work and
+    /// not that of one device behind them.
+    const SIDE_BY_SIDE: bool;
+
     /// Activations on the device.
     type Tensor: Send + Sync;
     /// A matrix `[out, in]` on the device.
     type Matrix: Send + Sync;
     /// A vector on the device.
     type Vector: Send + Sync;
+    /// A rotary table on the device.
+    type Rope: Send + Sync;
 
     /// Rows `rows` of a stored matrix, widened for this device.
-    fn matrix(&self, view: TensorView<'_>, rows: std::ops::Range<usize>) -> Self::Matrix;
+    fn matrix(&self, view: TensorView<'_>, rows: std::ops::Range<usize>) -> Result<Self::Matrix>;
     /// Elements `rows` of a stored vector, plus `add` (1 for norms that multiply by 1 + w).
-    fn vector(&self, view: TensorView<'_>, rows: std::ops::Range<usize>, add: f32) -> Self::Vector;
+    fn vector(&self, view: TensorView<'_>, rows: std::ops::Range<usize>, add: f32) -> Result<Self::Vector>;
+    /// cos and sin of some positions.
+    fn rope(&self, table: RopeTable) -> Result<Self::Rope>;
     /// Per-head square matrices `[n_heads, d, d]` for [`Backend::transform_heads`].
-    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Self::Matrix;
+    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Result<Self::Matrix>;
 
     /// `scale * table[ids]`; `table` is `[vocab, hidden]` as stored and is never widened whole.
-    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Self::Tensor;
+    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Result<Self::Tensor>;
     /// RMS norm of every row.
-    fn norm(&self, x: &Self::Tensor, norm: RmsNorm<'_, Self>) -> Self::Tensor
+    fn norm(&self, x: &Self::Tensor, norm: RmsNorm<'_, Self>) -> Result<Self::Tensor>
     where
         Self: Sized;
     /// `norm(x) Wᵀ + b` for each projection.
@@ -36,7 +46,7 @@ pub trait Backend: Sync {
         x: &Self::Tensor,
         norm: Option<RmsNorm<'_, Self>>,
         projections: [Affine<'_, Self>; N],
-    ) -> [Self::Tensor; N]
+    ) -> Result<[Self::Tensor; N]>
     where
         Self: Sized;
     /// `x += norm(y Wᵀ + b)`.
@@ -46,10 +56,11 @@ pub trait Backend: Sync {
         y: &Self::Tensor,
         projection: Affine<'_, Self>,
         norm: Option<RmsNorm<'_, Self>>,
-    ) where
+    ) -> Result<()>
+    where
         Self: Sized;
     /// `x += after(down(act(gate(z)) * up(z)))` with `z = before(x)`.
-    fn add_mlp(&self, x: &mut Self::Tensor, mlp: &Mlp<'_, Self>)
+    fn add_mlp(&self, x: &mut Self::Tensor, mlp: &Mlp<'_, Self>) -> Result<()>
     where
         Self: Sized;
     /// In place: RMS norm of each head's d coordinates (if any), then RoPE (if any).
@@ -58,22 +69,28 @@ pub trait Backend: Sync {
         x: &mut Self::Tensor,
         head_dim: usize,
         norm: Option<(&Self::Vector, f32)>,
-        rope: Option<&RopeTable>,
-    );
+        rope: Option<&Self::Rope>,
+    ) -> Result<()>;
     /// Causal attention over one whole sequence: `[tokens, n_heads * d]`.
-    fn attention(&self, q: &Self::Tensor, k: &Self::Tensor, v: &Self::Tensor, shape: &AttentionShape) -> Self::Tensor;
+    fn attention(
+        &self,
+        q: &Self::Tensor,
+        k: &Self::Tensor,
+        v: &Self::Tensor,
+        shape: &AttentionShape,
+    ) -> Result<Self::Tensor>;
     /// Head n's coordinates become `matrices[n / group] · x` (group = heads of x over matrices).
-    fn transform_heads(&self, x: &Self::Tensor, matrices: &Self::Matrix, head_dim: usize) -> Self::Tensor;
+    fn transform_heads(&self, x: &Self::Tensor, matrices: &Self::Matrix, head_dim: usize) -> Result<Self::Tensor>;
 
     /// `into[h] += Σ_t Σ_g x_{t,(h,g)} x_{t,(h,g)}ᵀ`, f64 `[n_groups, d, d]` full symmetric; products and sums in f64,
     /// positions in order.
-    fn gram(&self, x: &Self::Tensor, n_groups: usize, head_dim: usize, into: &mut [f64]);
+    fn gram(&self, x: &Self::Tensor, n_groups: usize, head_dim: usize, into: &mut [f64]) -> Result<()>;
     /// `into[j] += Σ_t x_{t,j}`, f64.
-    fn column_sum(&self, x: &Self::Tensor, into: &mut [f64]);
+    fn column_sum(&self, x: &Self::Tensor, into: &mut [f64]) -> Result<()>;
     /// Logits of rows `rows`: `[rows, vocab]`, f32 on the host. `table` is `[vocab, hidden]` as stored.
-    fn logits(&self, x: &Self::Tensor, rows: std::ops::Range<usize>, table: TensorView<'_>) -> Vec<f32>;
+    fn logits(&self, x: &Self::Tensor, rows: std::ops::Range<usize>, table: TensorView<'_>) -> Result<Vec<f32>>;
     /// Copies to the host, `[tokens * width]`.
-    fn to_host(&self, x: &Self::Tensor) -> Vec<f32>;
+    fn to_host(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }
 
 /// An RMS norm's multiplier `[width]` (1 already added where the family has 1 + w) and its epsilon.

@@ -2,9 +2,12 @@
 //!
 //! Enters: a checkpoint, its [`ModelSpec`], token ids. Leaves: queries, keys and values as the attention product gets
 //! them (after bias, norm and RoPE) to an [`Observer`], or final hidden states and logits. Weights are widened one layer
-//! at a time and dropped after it, so memory is the map, one layer, and the activations of a few sequences.
+//! at a time and dropped after it, unless they are to stay, so memory is the map, one layer, and the activations of a few
+//! sequences.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::prelude::*;
 use wush_checkpoint::Checkpoint;
@@ -31,6 +34,10 @@ pub struct Decoder<'a, B: Backend> {
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) spec: &'a ModelSpec,
     pub(crate) backend: &'a B,
+    /// Layers on the device, where they stay there from pass to pass.
+    kept: Option<Mutex<BTreeMap<usize, Arc<Layer<B>>>>>,
+    /// Of the last pass: the next one is likely over sequences of the same lengths.
+    tables: Mutex<RopeTables<B>>,
 }
 
 /// How far a pass goes.
@@ -61,7 +68,12 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// Binds a checkpoint to a device. `spec` must come from [`crate::arch::resolve`] for this checkpoint: it has
     /// checked every shape.
     pub fn new(checkpoint: &'a Checkpoint, spec: &'a ModelSpec, backend: &'a B) -> Self {
-        Self { checkpoint, spec, backend }
+        Self { checkpoint, spec, backend, kept: None, tables: Mutex::new(RopeTables::new()) }
+    }
+
+    /// Keeps every layer's weights on the device once a pass has brought them there.
+    pub fn keeping_weights(self) -> Self {
+        Self { kept: Some(Mutex::default()), ..self }
     }
 
     /// Algorithm 1's forward: every layer's queries, keys and values of every sequence, to `observer`. The last layer
@@ -107,7 +119,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
         let hidden = self.pass(sequences, &mut Unobserved, Depth::Full, attention, monitor)?;
         let norm = Norm::load(self.checkpoint, &self.spec.final_norm, self.backend)?;
         let finish = |(sequence, x): (usize, &B::Tensor)| {
-            let hidden = self.backend.norm(x, norm.as_ref());
+            let hidden = self.backend.norm(x, norm.as_ref())?;
             self.check_finite(&hidden, "states after the final norm", self.spec.layers.len() - 1, sequence)?;
             Ok(hidden)
         };
@@ -124,45 +136,70 @@ impl<'a, B: Backend> Decoder<'a, B> {
         monitor: &dyn Monitor,
     ) -> Result<Vec<B::Tensor>> {
         let mut hidden = self.embed(sequences)?;
-        let mut tables = RopeTables::default();
         let lengths = || sequences.iter().map(|ids| ids.as_ref().len());
+        let spans: Vec<Span> = lengths().map(Span::whole).collect();
+        // One pass at a time makes tables; another one beside it would make its own.
+        let mut tables = std::mem::replace(&mut *self.tables(), RopeTables::new());
+        tables.keep(&spans);
         let n_layers = self.spec.layers.len();
         let mut ticks = Ticks { n_layers: n_layers as u64, done: 0, told: 0 };
         for (id, spec) in self.spec.layers.iter().enumerate() {
-            let layer = Layer::load(self.checkpoint, spec, self.backend)?;
+            let layer = self.layer(id)?;
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, lengths().map(Span::whole));
+            tables.prepare(rope, &spans, self.backend)?;
             observer.begin(id)?;
             let watched: &O = observer;
             let step = |(sequence, x): (usize, &mut B::Tensor)| {
                 if monitor.interrupted() {
                     return Err(ModelError::Interrupted);
                 }
-                let table = tables.of(rope, Span::whole(sequences[sequence].as_ref().len()));
-                let Qkv { q, k, v } = layer.qkv(self.backend, &spec.attn, x, table);
+                let table = tables.of(rope, spans[sequence]);
+                let Qkv { q, k, v } = layer.qkv(self.backend, &spec.attn, x, table)?;
                 let seen = watched.see(self.backend, id, &q, &k, &v)?;
                 if depth == Depth::Full || id + 1 < n_layers {
                     let place = Place { layer: id, sequence };
                     let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
                     drop((q, k, v));
-                    layer.finish(self.backend, spec, x, &attended);
+                    layer.finish(self.backend, spec, x, &attended)?;
                 }
                 if depth == Depth::Full {
                     self.check_finite(x, "hidden states", id, sequence)?;
                 }
                 Ok(seen)
             };
-            // A sequence stays on one thread as long as there is one for every thread: no waiting inside a layer.
-            let seen: Vec<Result<O::Seen>> = hidden.par_iter_mut().enumerate().map(step).collect();
+            let seen: Vec<Result<O::Seen>> = if B::SIDE_BY_SIDE {
+                // A sequence stays on one thread as long as there is one for every thread: no waiting inside a layer.
+                hidden.par_iter_mut().enumerate().map(step).collect()
+            } else {
+                hidden.iter_mut().enumerate().map(step).collect()
+            };
             seen.into_iter().try_for_each(|seen| observer.add(id, seen?))?;
             monitor.advance(ticks.add(lengths().sum::<usize>() as u64));
         }
+        *self.tables() = tables;
         Ok(hidden)
+    }
+
+    fn tables(&self) -> MutexGuard<'_, RopeTables<B>> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A layer's weights on the device, as kept by an earlier pass, or brought there.
+    fn layer(&self, id: usize) -> Result<Arc<Layer<B>>> {
+        let load = || Layer::load(self.checkpoint, &self.spec.layers[id], self.backend).map(Arc::new);
+        let Some(kept) = &self.kept else { return load() };
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(layer) = kept.get(&id) {
+            return Ok(layer.clone());
+        }
+        let layer = load()?;
+        kept.insert(id, layer.clone());
+        Ok(layer)
     }
 
     pub(crate) fn check_finite(&self, x: &B::Tensor, what: &'static str, layer: usize, sequence: usize) -> Result<()> {
         let mut sums = vec![0.0; self.spec.hidden_size];
-        self.backend.column_sum(x, &mut sums);
+        self.backend.column_sum(x, &mut sums)?;
         match sums.iter().all(|sum| sum.is_finite()) {
             true => Ok(()),
             false => Err(ModelError::NonFinite { layer, what, sequence }),
@@ -175,7 +212,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// A tensor that cannot be read; `NonFinite`.
     pub fn logits(&self, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
         let table = weights::view(self.checkpoint, &self.spec.lm_head)?;
-        let mut logits = self.backend.logits(hidden, rows, table);
+        let mut logits = self.backend.logits(hidden, rows, table)?;
         if let Some(cap) = self.spec.final_logit_softcap {
             logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
         }
@@ -219,7 +256,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// A tensor that is absent or has another shape.
     pub fn output_projection(&self, layer: usize) -> Result<B::Matrix> {
         let slice = &self.spec.layers[layer].attn.o.weight;
-        Ok(self.backend.matrix(weights::view(self.checkpoint, slice)?, slice.rows.clone()))
+        self.backend.matrix(weights::view(self.checkpoint, slice)?, slice.rows.clone())
     }
 
     /// Bytes that a run over sequences of at most `max_len` tokens holds on the device at once.
@@ -252,7 +289,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
     pub(crate) fn embed<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<Vec<B::Tensor>> {
         let table = weights::view(self.checkpoint, &self.spec.embedding)?;
         let embed = |ids: &S| self.backend.embed(table, ids.as_ref(), self.spec.embedding_scale);
-        Ok(sequences.iter().map(embed).collect())
+        sequences.iter().map(embed).collect()
     }
 }
 

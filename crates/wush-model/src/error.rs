@@ -5,6 +5,12 @@ use wush_checkpoint::CheckpointError;
 /// Result of this crate.
 pub type Result<T, E = ModelError> = std::result::Result<T, E>;
 
+/// What a device says when it cannot go on.
+pub trait DeviceFailure: std::error::Error + Send + Sync {
+    /// The remedy, as a line of its own.
+    fn hint(&self) -> Option<String>;
+}
+
 /// Why a model cannot be understood or run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -88,6 +94,9 @@ pub enum ModelError {
     /// The checkpoint could not be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The device that runs the model failed.
+    #[error("{0}")]
+    Device(Box<dyn DeviceFailure>),
     /// The user asked to stop.
     #[error("interrupted")]
     Interrupted,
@@ -116,6 +125,7 @@ impl ModelError {
             Self::RopeScaling { .. } => "kinds with a factor are linear:F, dynamic:F and yarn:F, such as yarn:4",
             Self::Sequence { .. } => "use token ids of this model's own tokenizer, no more than its positions",
             Self::Checkpoint(error) => return error.hint(),
+            Self::Device(failure) => return failure.hint(),
             Self::Interrupted => return None,
         };
         Some(text.into())

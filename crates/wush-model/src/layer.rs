@@ -4,7 +4,6 @@ use wush_checkpoint::Checkpoint;
 
 use crate::backend::{Affine, Backend, Mlp, RmsNorm};
 use crate::error::Result;
-use crate::rope::RopeTable;
 use crate::spec::{AttentionSpec, LayerSpec, NormSpec, Projection, QkNorm};
 use crate::weights;
 
@@ -80,17 +79,23 @@ impl<B: Backend> Layer<B> {
     }
 
     /// What goes into the attention product, from the residual stream `x` `[tokens, hidden]`.
-    pub fn qkv(&self, backend: &B, spec: &AttentionSpec, x: &B::Tensor, table: Option<&RopeTable>) -> Qkv<B::Tensor> {
+    pub fn qkv(
+        &self,
+        backend: &B,
+        spec: &AttentionSpec,
+        x: &B::Tensor,
+        table: Option<&B::Rope>,
+    ) -> Result<Qkv<B::Tensor>> {
         let projections = [&self.q, &self.k, &self.v].map(Linear::as_ref);
-        let [mut q, mut k, v] = backend.project(x, self.attn_pre_norm.as_ref().map(Norm::as_ref), projections);
-        norm_and_rotate(backend, &mut q, spec.head_dim, (&spec.q_norm, self.q_norm.as_ref()), table);
-        norm_and_rotate(backend, &mut k, spec.head_dim, (&spec.k_norm, self.k_norm.as_ref()), table);
-        Qkv { q, k, v }
+        let [mut q, mut k, v] = backend.project(x, self.attn_pre_norm.as_ref().map(Norm::as_ref), projections)?;
+        norm_and_rotate(backend, &mut q, spec.head_dim, (&spec.q_norm, self.q_norm.as_ref()), table)?;
+        norm_and_rotate(backend, &mut k, spec.head_dim, (&spec.k_norm, self.k_norm.as_ref()), table)?;
+        Ok(Qkv { q, k, v })
     }
 
     /// The rest of the layer after the attention product, whose result is `attended`: output projection, MLP, residuals.
-    pub fn finish(&self, backend: &B, spec: &LayerSpec, x: &mut B::Tensor, attended: &B::Tensor) {
-        backend.add_projected(x, attended, self.o.as_ref(), self.attn_post_norm.as_ref().map(Norm::as_ref));
+    pub fn finish(&self, backend: &B, spec: &LayerSpec, x: &mut B::Tensor, attended: &B::Tensor) -> Result<()> {
+        backend.add_projected(x, attended, self.o.as_ref(), self.attn_post_norm.as_ref().map(Norm::as_ref))?;
         let mlp = Mlp {
             before: self.mlp_pre_norm.as_ref().map(Norm::as_ref),
             gate: self.gate.as_ref(),
@@ -99,7 +104,7 @@ impl<B: Backend> Layer<B> {
             activation: spec.mlp.activation,
             after: self.mlp_post_norm.as_ref().map(Norm::as_ref),
         };
-        backend.add_mlp(x, &mlp);
+        backend.add_mlp(x, &mlp)
     }
 }
 
@@ -108,26 +113,26 @@ fn norm_and_rotate<B: Backend>(
     x: &mut B::Tensor,
     head_dim: usize,
     (kind, norm): (&QkNorm, Option<&Norm<B>>),
-    table: Option<&RopeTable>,
-) {
+    table: Option<&B::Rope>,
+) -> Result<()> {
     let per_head = match kind {
         QkNorm::PerHead(_) => norm.map(|norm| (&norm.weight, norm.eps)),
         QkNorm::FullWidth(_) => {
             if let Some(norm) = norm {
-                *x = backend.norm(x, norm.as_ref());
+                *x = backend.norm(x, norm.as_ref())?;
             }
             None
         }
         QkNorm::None => None,
     };
-    backend.head_norm_rope(x, head_dim, per_head, table);
+    backend.head_norm_rope(x, head_dim, per_head, table)
 }
 
 impl<B: Backend> Norm<B> {
     pub fn load(checkpoint: &Checkpoint, spec: &NormSpec, backend: &B) -> Result<Self> {
         let add = if spec.plus_one { 1.0 } else { 0.0 };
         let view = weights::view(checkpoint, &spec.weight)?;
-        Ok(Self { weight: backend.vector(view, spec.weight.rows.clone(), add), eps: spec.eps })
+        Ok(Self { weight: backend.vector(view, spec.weight.rows.clone(), add)?, eps: spec.eps })
     }
 
     /// As the device's operations take it.
@@ -138,10 +143,9 @@ impl<B: Backend> Norm<B> {
 
 impl<B: Backend> Linear<B> {
     fn load(checkpoint: &Checkpoint, spec: &Projection, backend: &B) -> Result<Self> {
-        let weight = backend.matrix(weights::view(checkpoint, &spec.weight)?, spec.weight.rows.clone());
-        let bias = spec.bias.as_ref().map(|bias| {
-            Ok::<_, crate::ModelError>(backend.vector(weights::view(checkpoint, bias)?, bias.rows.clone(), 0.0))
-        });
+        let weight = backend.matrix(weights::view(checkpoint, &spec.weight)?, spec.weight.rows.clone())?;
+        let bias =
+            spec.bias.as_ref().map(|bias| backend.vector(weights::view(checkpoint, bias)?, bias.rows.clone(), 0.0));
         Ok(Self { weight, bias: bias.transpose()? })
     }
 

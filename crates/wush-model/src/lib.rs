@@ -17,4 +17,4 @@ pub mod weights;
 mod error;
 mod layer;
 
-pub use error::{ModelError, Result};
+pub use error::{DeviceFailure, ModelError, Result};

@@ -1,7 +1,7 @@
 //! What looks on while the decoder runs: queries, keys and values as the attention product gets them.
 
 use crate::backend::Backend;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 
 /// Sees post-norm, post-RoPE queries `[tokens, n_heads * d]`, keys and values `[tokens, n_kv_heads * d]`.
 ///
@@ -47,14 +47,17 @@ pub struct Moments {
 
 impl Moments {
     /// Sums over all positions (Algorithm 1, line 4).
-    pub fn of<B: Backend>(backend: &B, n_kv_heads: usize, head_dim: usize, [q, k, v]: [&B::Tensor; 3]) -> Self {
+    ///
+    /// # Errors
+    /// The device's own.
+    pub fn of<B: Backend>(backend: &B, n_kv_heads: usize, head_dim: usize, [q, k, v]: [&B::Tensor; 3]) -> Result<Self> {
         let gram = |x: &B::Tensor| {
             let mut sum = vec![0.0; n_kv_heads * head_dim * head_dim];
-            backend.gram(x, n_kv_heads, head_dim, &mut sum);
-            sum
+            backend.gram(x, n_kv_heads, head_dim, &mut sum)?;
+            Ok::<_, ModelError>(sum)
         };
         let mut key_sum = vec![0.0; n_kv_heads * head_dim];
-        backend.column_sum(k, &mut key_sum);
-        Self { query_gram: gram(q), key_gram: gram(k), value_gram: gram(v), key_sum }
+        backend.column_sum(k, &mut key_sum)?;
+        Ok(Self { query_gram: gram(q)?, key_gram: gram(k)?, value_gram: gram(v)?, key_sum })
     }
 }

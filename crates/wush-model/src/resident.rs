@@ -72,17 +72,17 @@ impl<'a, B: Backend> Resident<'a, B> {
         let Decoder { spec, backend, .. } = self.decoder;
         self.decoder.check(&[ids])?;
         let mut x = self.decoder.embed(&[ids])?.pop().expect("one sequence in, one out");
-        let mut tables = RopeTables::default();
+        let mut tables = RopeTables::<B>::new();
         for (id, (layer, spec)) in self.layers.iter().zip(&spec.layers).enumerate() {
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, [span]);
-            let Qkv { q, k, v } = layer.qkv(backend, &spec.attn, &x, tables.of(rope, span));
+            tables.prepare(rope, &[span], backend)?;
+            let Qkv { q, k, v } = layer.qkv(backend, &spec.attn, &x, tables.of(rope, span))?;
             let attended = attend(id, [&q, &k, &v])?;
             drop((q, k, v));
-            layer.finish(backend, spec, &mut x, &attended);
+            layer.finish(backend, spec, &mut x, &attended)?;
             self.decoder.check_finite(&x, "hidden states", id, 0)?;
         }
-        let hidden = backend.norm(&x, self.final_norm.as_ref());
+        let hidden = backend.norm(&x, self.final_norm.as_ref())?;
         self.decoder.check_finite(&hidden, "states after the final norm", spec.layers.len() - 1, 0)?;
         Ok(hidden)
     }

@@ -1,6 +1,9 @@
 //! Rotary position embedding (Eq. 8) and its scalings, as the reference implementation of the checkpoints does them:
 //! rotary pairs (i, i + d_rot/2), f32 inverse frequencies.
 
+use crate::backend::Backend;
+use crate::error::Result;
+
 /// The rotary embedding of one layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeSpec {
@@ -114,24 +117,37 @@ impl RopeSpec {
     }
 }
 
-/// Rotary tables of a run, one a distinct (RoPE, positions) pair, shared by layers and sequences.
-#[derive(Debug, Default)]
-pub(crate) struct RopeTables(Vec<(RopeSpec, Span, RopeTable)>);
+/// Rotary tables on a device, one a distinct (RoPE, positions) pair, shared by layers and sequences.
+pub(crate) struct RopeTables<B: Backend>(Vec<(RopeSpec, Span, B::Rope)>);
 
-impl RopeTables {
+impl<B: Backend> RopeTables<B> {
+    /// None yet.
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Lets go of the tables for other positions than these.
+    pub fn keep(&mut self, spans: &[Span]) {
+        self.0.retain(|(_, span, _)| spans.contains(span));
+    }
+
     /// Makes the tables that a layer needs for these positions, where they are not there yet.
-    pub fn prepare(&mut self, rope: Option<&RopeSpec>, spans: impl IntoIterator<Item = Span>) {
-        let Some(rope) = rope else { return };
-        for span in spans {
+    ///
+    /// # Errors
+    /// The device's own.
+    pub fn prepare(&mut self, rope: Option<&RopeSpec>, spans: &[Span], backend: &B) -> Result<()> {
+        let Some(rope) = rope else { return Ok(()) };
+        for &span in spans {
             if self.of(Some(rope), span).is_none() {
-                self.0.push((rope.clone(), span, rope.table_of(span)));
+                self.0.push((rope.clone(), span, backend.rope(rope.table_of(span))?));
             }
         }
+        Ok(())
     }
 
     /// The table of a layer and positions that were prepared; none without RoPE.
-    pub fn of(&self, rope: Option<&RopeSpec>, span: Span) -> Option<&RopeTable> {
-        let same = |(other, of, _): &&(RopeSpec, Span, RopeTable)| *of == span && Some(other) == rope;
+    pub fn of(&self, rope: Option<&RopeSpec>, span: Span) -> Option<&B::Rope> {
+        let same = |(other, of, _): &&(RopeSpec, Span, B::Rope)| *of == span && Some(other) == rope;
         self.0.iter().find(same).map(|(_, _, table)| table)
     }
 }

@@ -39,7 +39,7 @@ impl<B: Backend> Observer<B> for Collector<'_> {
 
     fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
         let attn = &self.spec.layers[layer].attn;
-        Ok(Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v]))
+        Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v])
     }
 
     fn add(&mut self, layer: usize, seen: Moments) -> Result<()> {
@@ -145,7 +145,7 @@ fn check_resident(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> R
                     held.n_rows += new.n_rows;
                 }),
             }
-            let all = Stored.attention(&held[0], &held[1], &held[2], &spec.layers[layer].attn.shape());
+            let all = Stored.attention(&held[0], &held[1], &held[2], &spec.layers[layer].attn.shape())?;
             let data = all.slice(first..first + n_tokens).to_vec();
             Ok(Rows { n_rows: n_tokens, width: all.width, data })
         };

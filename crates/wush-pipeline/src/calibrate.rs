@@ -3,6 +3,8 @@
 //! Sums are added in sequence order within each layer and one group ends before the next begins, so the grouping, a kill
 //! between groups and the number of threads leave no trace in the bytes.
 
+mod gpu;
+
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -10,16 +12,20 @@ use wush_format::atomic::discard;
 use wush_format::hash::tokens_hash;
 use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
+use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
 use wush_stats::{Accumulator, SecondPass, Statistics, StatsInfo};
 
+use crate::device::Device;
 use crate::error::{InStage, Kept};
 use crate::model::Model;
 use crate::plan::{CalibratePlan, CalibrationPlan, n_tokens};
 use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
 use crate::request::{CalibrateRequest, Environment};
 use crate::{PipelineError, Result};
+
+pub use gpu::GpuUse;
 
 /// How long a group of sequences should run, where they are short enough: a stop or a kill loses no more than that.
 const GROUP_TIME: Duration = Duration::from_secs(60);
@@ -60,6 +66,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
         resumed_sequences: done.resumed_sequences as u64,
         notes: plan.notes,
         memory: plan.memory,
+        gpu: done.gpu,
         out,
         seconds: clock.elapsed().as_secs_f64(),
     })
@@ -74,6 +81,8 @@ pub(crate) struct Accumulated {
     pub(crate) statistics: Statistics,
     /// Sequences that an interrupted run had done.
     pub(crate) resumed_sequences: usize,
+    /// What was used of a GPU.
+    pub(crate) gpu: Option<GpuUse>,
 }
 
 /// Runs the forward pass over every sequence that the partial file, if any, does not hold yet; without one nothing is saved.
@@ -91,30 +100,48 @@ pub(crate) fn accumulate(
     if resumed_sequences > 0 {
         monitor.note(&format!("resume     {resumed_sequences} of {} sequences are done", plan.sequences.len()));
     }
-    let left = &plan.sequences[resumed_sequences..];
-    monitor.begin("calibrate", "tokens", n_tokens(left));
+    monitor.begin("calibrate", "tokens", n_tokens(&plan.sequences[resumed_sequences..]));
     let mut saver = Saver::new(partial, resumed_sequences);
+    let gpu = match &model.device {
+        Device::Cpu { .. } => {
+            on_cpu(model, plan, &mut statistics, &mut saver, monitor)?;
+            None
+        }
+        Device::Cuda(devices) => Some(gpu::accumulate(devices, model, plan, &mut statistics, &mut saver, monitor)?),
+    };
+    Ok(Accumulated { statistics, resumed_sequences, gpu })
+}
+
+/// Sums over the sequences of a plan that `statistics` do not hold yet, groups of them in order.
+fn on_cpu(
+    model: &Model,
+    plan: &CalibrationPlan,
+    statistics: &mut Statistics,
+    saver: &mut Saver<'_>,
+    monitor: &dyn Monitor,
+) -> Result<()> {
+    let left = &plan.sequences[statistics.info.sequence_hashes.len()..];
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
     let work_per_token = decoder.memory(1).layer as f64 / size_of::<f32>() as f64 * model.spec.layers.len() as f64;
     let (mut at, mut n_group_tokens) = (0, tokens_in_time(1, Duration::from_secs_f64(work_per_token / SLOW_PACE)));
     while let Some(group) = groups(&left[at..], n_group_tokens).next() {
         let sequences = &left[at..][group];
         let start = Instant::now();
-        let mut accumulator = Accumulator::new(&mut statistics, sequences).with_weights(&model.checkpoint, &model.spec);
+        let mut accumulator = Accumulator::new(statistics, sequences).with_weights(&model.checkpoint, &model.spec);
         let kept = saver.kept(plan.sequences.len());
         decoder.observe(sequences, &mut accumulator, monitor).map_err(|e| with_kept(e.into(), kept))?;
         accumulator.finish()?;
         n_group_tokens = tokens_in_time(n_tokens(sequences), start.elapsed());
         at += sequences.len();
         if at < left.len() {
-            saver.save_if_due(&statistics)?;
+            saver.save_if_due(statistics)?;
         }
     }
     monitor.end();
     if plan.second_pass {
-        weigh(&decoder, plan, &mut statistics, partial, monitor)?;
+        weigh(&decoder, plan, statistics, saver.path, monitor)?;
     }
-    Ok(Accumulated { statistics, resumed_sequences })
+    Ok(())
 }
 
 /// Tokens of a group that runs for [`GROUP_TIME`], after `n_tokens` took `elapsed`.
@@ -125,8 +152,8 @@ fn tokens_in_time(n_tokens: u64, elapsed: Duration) -> usize {
 }
 
 /// The second pass, from its start: it is not saved in between, the first pass is.
-fn weigh(
-    decoder: &Decoder<'_, Cpu>,
+fn weigh<B: Backend>(
+    decoder: &Decoder<'_, B>,
     plan: &CalibrationPlan,
     statistics: &mut Statistics,
     partial: Option<&Path>,
@@ -228,11 +255,13 @@ impl<'a> Saver<'a> {
         self.path.map(|_| Kept { done: self.n_saved, total })
     }
 
+    /// Whether enough was done since the last save.
+    fn is_due(&self) -> bool {
+        self.path.is_some() && self.last.elapsed() >= self.cost.saturating_mul(WORK_PER_SAVE)
+    }
+
     fn save_if_due(&mut self, statistics: &Statistics) -> Result<()> {
-        let Some(path) = self.path else { return Ok(()) };
-        if self.last.elapsed() < self.cost.saturating_mul(WORK_PER_SAVE) {
-            return Ok(());
-        }
+        let Some(path) = self.path.filter(|_| self.is_due()) else { return Ok(()) };
         let start = Instant::now();
         statistics.save(path)?;
         self.n_saved = statistics.info.sequence_hashes.len();

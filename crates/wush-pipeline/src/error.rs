@@ -10,6 +10,7 @@ use wush_fold::FoldError;
 use wush_format::FormatError;
 use wush_format::hash::Sha;
 use wush_generate::GenerateError;
+use wush_gpu::GpuError;
 use wush_inspect::InspectError;
 use wush_model::ModelError;
 use wush_quant::QuantError;
@@ -160,12 +161,9 @@ pub enum PipelineError {
         /// A later one.
         second: usize,
     },
-    /// The backend asked for is not in this version.
-    #[error("--device {device}: this version has no CUDA backend")]
-    NoCuda {
-        /// As asked for.
-        device: String,
-    },
+    /// The GPU that was asked for cannot be used, or failed.
+    #[error("GPU: {0}")]
+    Gpu(GpuError),
     /// An output that would be overwritten.
     #[error("{path}: exists already")]
     OutputExists {
@@ -394,7 +392,7 @@ impl PipelineError {
             Self::SameSequence { .. } => {
                 own("leave the repeated text out; longer sequences (--seq-len) also differ sooner")
             }
-            Self::NoCuda { .. } => own("this version computes on the CPU only: use --device cpu, or leave it out"),
+            Self::Gpu(e) => e.hint(),
             Self::OutputExists { path } if is_failed_bundle(path) => {
                 own("it is a bundle that failed its check: remove it, or choose another --out")
             }

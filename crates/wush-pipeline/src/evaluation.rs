@@ -8,6 +8,7 @@ use wush_format::manifest::Calibration;
 use wush_quant::{LayerBits, Method};
 
 use crate::candidates::{Candidate, Comparison};
+use crate::device::Runs;
 use crate::model::Model;
 use crate::notes::too_little_text;
 use crate::paths::require_page;
@@ -54,7 +55,7 @@ impl Evaluation {
     /// something that stands twice in a list; `UnusedOption`;
     /// `Solve`; `OutputInsideSource` for a page among the model's files; `Interrupted`.
     pub(crate) fn begin(request: &EvalRequest, env: &Environment<'_>) -> Result<Self> {
-        let model = Model::resolve_any(&request.model, env)?;
+        let model = Model::resolve_any(&request.model, Runs::OnCpu, env)?;
         if let Some(page) = &request.html {
             require_page(page, &[model.dir()])?;
         }

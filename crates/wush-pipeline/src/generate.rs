@@ -19,6 +19,7 @@ use wush_model::resident::{Resident, stored_bytes};
 use wush_quant::{LayerBits, Method};
 use wush_runtime::{CacheConfig, KeyTransforms, KvCache, Windows};
 
+use crate::device::Runs;
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
 use crate::human::{counted, human_bytes};
@@ -39,7 +40,7 @@ pub type TextSink<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;
 /// for a bundle's transforms of other weights, numbers that are not finite; `Interrupted`.
 pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut TextSink<'_>) -> Result<GenerateReport> {
     let clock = Instant::now();
-    let model = Model::resolve_any(&request.model, env)?;
+    let model = Model::resolve_any(&request.model, Runs::OnCpu, env)?;
     let plan = Plan::new(&model, request)?;
     plan.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     env.monitor.note(&plan.memory.describe());

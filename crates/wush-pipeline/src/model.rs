@@ -12,7 +12,8 @@ use wush_format::text::is_plain;
 use wush_model::arch::{self, RopeScaling};
 use wush_model::spec::ModelSpec;
 
-use crate::request::{Device, Environment, ModelRequest};
+use crate::device::{Device, Runs};
+use crate::request::{Environment, ModelRequest};
 use crate::{PipelineError, Result};
 
 /// An open checkpoint with its specification and where it came from.
@@ -46,9 +47,9 @@ impl Model {
     /// Finds, opens and checks an unconverted checkpoint.
     ///
     /// # Errors
-    /// `NoCuda`, `ModelName`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
-    pub fn resolve(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
-        let model = Self::resolve_any(request, env)?;
+    /// `Option` and `Gpu` for its device, `ModelName`, `AlreadyFolded`, whatever hub, checkpoint and family files refuse.
+    pub(crate) fn resolve(request: &ModelRequest, runs: Runs, env: &Environment<'_>) -> Result<Self> {
+        let model = Self::resolve_any(request, runs, env)?;
         match model.checkpoint.is_bundle() {
             true => Err(PipelineError::AlreadyFolded { path: model.dir().to_owned() }),
             false => Ok(model),
@@ -59,8 +60,8 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::resolve`], but for `AlreadyFolded`.
-    pub fn resolve_any(request: &ModelRequest, env: &Environment<'_>) -> Result<Self> {
-        let device = Device::pick(&request.device)?;
+    pub(crate) fn resolve_any(request: &ModelRequest, runs: Runs, env: &Environment<'_>) -> Result<Self> {
+        let device = Device::pick(&request.device, runs)?;
         let found = find(&request.model, env)?;
         if !is_plain(&found.id) {
             return Err(PipelineError::ModelName { name: shown(&found.id) });
@@ -69,6 +70,7 @@ impl Model {
         // What cannot be copied is found now, not after hours.
         checkpoint.other_files()?;
         let spec = arch::resolve(&checkpoint, request.rope_scaling.as_ref())?;
+        let device = device.suited_to(&spec, &request.device)?;
         Ok(Self {
             id: found.id,
             argument: request.model.clone(),

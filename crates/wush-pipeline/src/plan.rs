@@ -13,6 +13,7 @@ use wush_format::manifest::{Calibration, Solve};
 use wush_format::monitor::Monitor;
 use wush_transform::{FACTORS, Factor, Role, Settings, TransformKind};
 
+use crate::device::Runs;
 use crate::memory::{Lengths, MemoryPlan};
 use crate::model::Model;
 use crate::notes::{describe_solve, too_little_text, unchecked};
@@ -23,7 +24,9 @@ use crate::request::{
 };
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
-pub(crate) use announce::{describe_calibration, describe_evaluation_time, describe_model, describe_time};
+pub(crate) use announce::{
+    describe_calibration, describe_device, describe_evaluation_time, describe_model, describe_time,
+};
 use announce::{describe_memory, describe_verification};
 pub use calibration::CalibrationPlan;
 pub(crate) use calibration::{Purpose, load_sequences, longest, n_tokens};
@@ -232,7 +235,7 @@ impl CalibratePlan {
     pub fn new(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Self> {
         let out = NewFile::plan(&request.out).map_err(|e| finished_if(request.resume, e))?;
         refuse_unfinished(&out.partial(), request.resume)?;
-        let model = Model::resolve(&request.model, env)?;
+        let model = Model::resolve(&request.model, Runs::OnGpu, env)?;
         let mut packed = load_sequences(&model, &request.calibration, Purpose::Statistics, env)?;
         if let Some(shard) = request.shard {
             if request.gather.second_pass == SecondPassChoice::Oscar {
@@ -263,6 +266,7 @@ impl CalibratePlan {
     /// Says what will be done.
     pub fn announce(&self, monitor: &dyn Monitor) {
         monitor.note(&describe_model(&self.model));
+        describe_device(&self.model).iter().for_each(|note| monitor.note(note));
         monitor.note(&describe_calibration(&self.calibration, self.shard.as_deref()));
         monitor.note(&describe_memory(&self.memory));
         describe_time(&self.model, &self.calibration).iter().for_each(|note| monitor.note(note));
@@ -298,7 +302,7 @@ impl FoldPlan {
     /// Whatever cannot be read or would be overwritten.
     pub fn new(request: &FoldRequest, calibrated: Option<&Calibration>, env: &Environment<'_>) -> Result<Self> {
         let out = NewDir::plan(&request.out)?;
-        let model = Model::resolve(&request.model, env)?;
+        let model = Model::resolve(&request.model, Runs::OnCpu, env)?;
         wush_fold::check_source(&model.checkpoint, &model.spec, request.dtype)?;
         let calibrated =
             calibrated.map_or(VERIFY_TOKENS, |text| usize::try_from(text.max_seq_len).unwrap_or(usize::MAX));
@@ -346,7 +350,7 @@ impl ConvertPlan {
         let out = NewDir::plan(&request.out).map_err(|e| finished_if(request.resume, e))?;
         let work = WorkDir::plan(out.work(), request.resume)?;
         let solve = SolvePlan::new(&request.settings)?;
-        let model = Model::resolve(&request.model, env)?;
+        let model = Model::resolve(&request.model, Runs::OnGpu, env)?;
         solve::rehearse(&model, &solve)?;
         let gather = Gather::for_transform(solve.kind);
         let purpose = match request.verify.sequences {
@@ -373,6 +377,7 @@ impl ConvertPlan {
     /// Says what will be done.
     pub fn announce(&self, monitor: &dyn Monitor) {
         monitor.note(&describe_model(&self.fold.model));
+        describe_device(&self.fold.model).iter().for_each(|note| monitor.note(note));
         match &self.calibration {
             Some(calibration) => monitor.note(&describe_calibration(calibration, None)),
             None => monitor.note(&format!("calibrate  not needed for {}", self.solve.kind.name)),

@@ -12,6 +12,7 @@ use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, La
 use wush_quant::LayerBits;
 
 use crate::Result;
+pub use crate::calibrate::GpuUse;
 use crate::card::geometric_mean;
 use crate::memory::MemoryPlan;
 use crate::model::Model;
@@ -129,6 +130,8 @@ pub struct CalibrateReport {
     pub notes: Vec<String>,
     /// Estimated peak memory.
     pub memory: MemoryPlan,
+    /// What was used of a GPU; none where the CPU computed.
+    pub gpu: Option<GpuUse>,
     /// The statistics file.
     pub out: WrittenFile,
     /// Wall time, without loading.

@@ -18,8 +18,6 @@ pub use wush_quant::Method;
 pub use wush_runtime::Windows;
 use wush_transform::Needs;
 
-use crate::PipelineError;
-
 pub use bits::{CodeBits, KvBits};
 
 /// What every stage is given beside its request.
@@ -33,59 +31,40 @@ pub struct Environment<'a> {
 /// `--device`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The best device there is; the report says which.
+    /// The best device there is for the command; the report says which.
     Auto,
     /// The CPU.
     Cpu,
-    /// A CUDA device as typed: "cuda", "cuda:0", "cuda:all".
-    Cuda(String),
+    /// A GPU: the first that can be used, or this one.
+    Cuda(Option<usize>),
+    /// Every GPU that can be used.
+    AllCuda,
 }
 
 impl FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let ordinal = text.strip_prefix("cuda:");
-        match text {
-            "auto" => Ok(Self::Auto),
-            "cpu" => Ok(Self::Cpu),
-            "cuda" | "cuda:all" => Ok(Self::Cuda(text.to_owned())),
-            _ if ordinal.is_some_and(|n| n.parse::<u16>().is_ok()) => Ok(Self::Cuda(text.to_owned())),
+        let ordinal = text.strip_prefix("cuda:").and_then(|n| n.parse::<u16>().ok());
+        match (text, ordinal) {
+            ("auto", _) => Ok(Self::Auto),
+            ("cpu", _) => Ok(Self::Cpu),
+            ("cuda", _) => Ok(Self::Cuda(None)),
+            ("cuda:all", _) => Ok(Self::AllCuda),
+            (_, Some(ordinal)) => Ok(Self::Cuda(Some(ordinal.into()))),
             _ => Err("expected auto, cpu, cuda, cuda:N or cuda:all".to_owned()),
         }
     }
 }
 
-/// The device that a run uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Device {
-    /// The CPU, in f32.
-    Cpu,
-}
-
-impl Device {
-    /// Picks the device of a run.
-    ///
-    /// # Errors
-    /// `NoCuda` when CUDA was asked for.
-    pub fn pick(choice: &DeviceChoice) -> Result<Self, PipelineError> {
-        match choice {
-            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Self::Cpu),
-            DeviceChoice::Cuda(device) => Err(PipelineError::NoCuda { device: device.clone() }),
-        }
-    }
-
-    /// Name in reports.
-    pub fn name(self) -> &'static str {
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Cpu => "cpu",
-        }
-    }
-
-    /// Arithmetic of the forward pass.
-    pub fn compute(self) -> &'static str {
-        match self {
-            Self::Cpu => "f32",
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(ordinal)) => write!(f, "cuda:{ordinal}"),
+            Self::AllCuda => f.write_str("cuda:all"),
         }
     }
 }
@@ -632,12 +611,12 @@ mod tests {
     }
 
     #[test]
-    fn cuda_is_an_error_value() {
-        let choice: DeviceChoice = "cuda:1".parse().expect("a known device");
-        let error = Device::pick(&choice).expect_err("there is no CUDA here");
-        assert_eq!(error.to_string(), "--device cuda:1: this version has no CUDA backend");
-        assert!(error.hint().is_some());
-        assert_eq!(Device::pick(&DeviceChoice::Auto).expect("the CPU is always there"), Device::Cpu);
-        assert!("gpu".parse::<DeviceChoice>().is_err());
+    fn devices_read_back_as_they_were_typed() {
+        for text in ["auto", "cpu", "cuda", "cuda:1", "cuda:all"] {
+            assert_eq!(text.parse::<DeviceChoice>().expect("a known device").to_string(), text);
+        }
+        for text in ["gpu", "cuda:", "cuda:-1", "cuda:99999"] {
+            assert!(text.parse::<DeviceChoice>().is_err(), "{text}");
+        }
     }
 }

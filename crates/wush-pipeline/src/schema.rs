@@ -3,6 +3,7 @@
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use wush_format::manifest::Manifest;
 
+use crate::doctor::DoctorReport;
 use crate::report::{
     CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, GenerateReport, MergeReport,
     SolveReport, UnfoldReport,
@@ -21,6 +22,7 @@ pub const SCHEMAS: &[NamedSchema] = &[
     NamedSchema { name: "calibrate", make: make::<CalibrateReport> },
     NamedSchema { name: "convert", make: make::<ConvertReport> },
     NamedSchema { name: "demo", make: make::<DemoReport> },
+    NamedSchema { name: "doctor", make: make::<DoctorReport> },
     NamedSchema { name: "eval-ppl", make: make::<EvalPplReport> },
     NamedSchema { name: "eval-recon", make: make::<EvalReconReport> },
     NamedSchema { name: "fold", make: make::<ConvertReport> },

@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 
 use wush_checkpoint::Checkpoint;
-use wush_format::hash::sequence_hash;
 use wush_format::transforms::HeadMatrices;
 use wush_model::backend::Backend;
 use wush_model::observer::{Moments, Observer};
@@ -71,13 +70,7 @@ impl<'a> Accumulator<'a> {
                 return Err(StatsError::Incomplete { layer, expected, found });
             }
         }
-        let info = &mut self.statistics.info;
-        for ids in self.sequences {
-            let n_tokens = ids.len() as u64;
-            info.positions = info.positions.checked_add(n_tokens).ok_or(StatsError::TooManyPositions)?;
-            info.max_seq_len = info.max_seq_len.max(n_tokens);
-            info.sequence_hashes.push(sequence_hash(ids));
-        }
+        self.statistics.count(self.sequences)?;
         self.statistics.unfinished = false;
         Ok(())
     }
@@ -103,9 +96,9 @@ impl<'a> Accumulator<'a> {
             let detail = format!("layer {layer}: its output projection was not read before its sequences were shown");
             return Err(ModelError::Sequence { sequence: 0, detail });
         };
-        let rows = qkv.map(|x| backend.to_host(x).into_iter().map(f64::from).collect::<Vec<f64>>());
-        let [q, k, v] = &rows;
-        Ok(Some(attention_hessians([q, k, v], &spec.layers[layer].attn, couplings)))
+        let widened = |x| Ok::<_, ModelError>(backend.to_host(x)?.into_iter().map(f64::from).collect::<Vec<f64>>());
+        let [q, k, v] = qkv.map(widened);
+        Ok(Some(attention_hessians([&q?, &k?, &v?], &spec.layers[layer].attn, couplings)))
     }
 
     /// The index of this call's sequence within the pass.
@@ -134,7 +127,7 @@ impl<B: Backend> Observer<B> for Accumulator<'_> {
 
     fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> ModelResult<Seen> {
         let sums = self.sums(layer)?;
-        let moments = Moments::of(backend, sums.n_kv_heads(), sums.head_dim(), [q, k, v]);
+        let moments = Moments::of(backend, sums.n_kv_heads(), sums.head_dim(), [q, k, v])?;
         Ok(Seen { moments, hessians: self.hessians(backend, layer, [q, k, v])? })
     }
 

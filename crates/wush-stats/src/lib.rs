@@ -51,5 +51,5 @@ pub use attention::{AttentionHessians, Couplings, attention_hessians, attention_
 pub use error::{Result, StatsError};
 pub use file::{FORMAT, STATS_VERSION};
 pub use output_gram::{couplings, output_gram, output_gram_difference};
-pub use statistics::{LayerStats, Statistics, StatsInfo};
+pub use statistics::{LayerStats, LayerSums, Statistics, StatsInfo};
 pub use weighted::SecondPass;

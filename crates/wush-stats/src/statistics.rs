@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use wush_format::hash::Sha;
+use wush_format::hash::{Sha, sequence_hash};
 use wush_format::transforms::HeadMatrices;
+use wush_model::observer::Moments;
 use wush_model::spec::ModelSpec;
 
 use crate::attention::AttentionHessians;
 use crate::file::ROUNDING_REL_TOL;
+use crate::{Result, StatsError};
 
 /// Eq. 4's factor: the stored sums are halves of the Hessians.
 const HESSIAN_FACTOR: f64 = 2.0;
@@ -198,6 +200,15 @@ pub struct Statistics {
     pub(crate) unfinished: bool,
 }
 
+/// Sums of one layer, as an observer of its own keeps them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerSums {
+    /// Of queries, keys and values.
+    pub moments: Moments,
+    /// Σ_s H_K and Σ_s H_V (Eq. 56, 60), where they are gathered: each `[n_kv, d, d]`.
+    pub hessians: Option<[Vec<f64>; 2]>,
+}
+
 impl Statistics {
     /// All-zero sums in the shapes of a model's layers. Call [`crate::output_gram`] once to add the part that comes from
     /// the weights.
@@ -209,6 +220,43 @@ impl Statistics {
         };
         let layers: Vec<_> = spec.layers.iter().enumerate().map(zeros).collect();
         Self::from_layers(layers, info)
+    }
+
+    /// Takes over sums that an observer of its own kept in the place of these, `sums` of every layer in order: they are ahead
+    /// of these by `sequences`.
+    ///
+    /// # Errors
+    /// `Incomplete` when they are not of every layer, `TooManyPositions`.
+    ///
+    /// # Panics
+    /// When they have other shapes: the caller's invariant.
+    pub fn take_over(&mut self, sums: Vec<LayerSums>, sequences: &[Vec<u32>]) -> Result<()> {
+        if sums.len() != self.layers.len() {
+            return Err(StatsError::Incomplete { layer: sums.len(), expected: sequences.len(), found: 0 });
+        }
+        for (into, LayerSums { moments, hessians }) in self.layers.values_mut().zip(sums) {
+            let Moments { query_gram, key_gram, value_gram, key_sum } = moments;
+            into.query_gram.data.copy_from_slice(&query_gram);
+            into.key_gram.data.copy_from_slice(&key_gram);
+            into.value_gram.data.copy_from_slice(&value_gram);
+            into.key_sum.copy_from_slice(&key_sum);
+            if let (Some(into), Some([key, value])) = (&mut into.attention, hessians) {
+                into.key.data.copy_from_slice(&key);
+                into.value.data.copy_from_slice(&value);
+            }
+        }
+        self.count(sequences)
+    }
+
+    /// The description now counts these sequences.
+    pub(crate) fn count(&mut self, sequences: &[Vec<u32>]) -> Result<()> {
+        for ids in sequences {
+            let n_tokens = ids.len() as u64;
+            self.info.positions = self.info.positions.checked_add(n_tokens).ok_or(StatsError::TooManyPositions)?;
+            self.info.max_seq_len = self.info.max_seq_len.max(n_tokens);
+            self.info.sequence_hashes.push(sequence_hash(ids));
+        }
+        Ok(())
     }
 
     /// Forgets a second pass: its weights are those of the sums that it saw, so whoever adds to these must do it again.

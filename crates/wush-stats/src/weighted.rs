@@ -65,7 +65,7 @@ impl<B: Backend> Observer<B> for SecondPass<'_> {
         let detail = || format!("layer {layer} is not in the statistics");
         let (mean, _) =
             self.layers.get(&layer).ok_or_else(|| ModelError::Sequence { sequence: 0, detail: detail() })?;
-        Ok(weighted_gram(&backend.to_host(k), &backend.to_host(v), mean))
+        Ok(weighted_gram(&backend.to_host(k)?, &backend.to_host(v)?, mean))
     }
 
     fn add(&mut self, layer: usize, seen: Vec<f64>) -> ModelResult<()> {

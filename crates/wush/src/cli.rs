@@ -86,6 +86,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// A tour on the bundled model, offline, in about a minute
     Demo(DemoArgs),
+    /// Say what this machine offers: GPUs, CUDA's libraries, and why a GPU is not used
+    Doctor,
     /// Print the JSON Schema of a report or of the manifest
     Schema(SchemaArgs),
 }
@@ -96,7 +98,8 @@ pub struct ModelArgs {
     /// A checkpoint's directory, or a hub id org/name[@revision]
     #[arg(value_name = "MODEL")]
     pub model: String,
-    /// auto or cpu. This version computes on the CPU only: cuda, cuda:N and cuda:all are known, and refused
+    /// auto, cpu, cuda, cuda:N or cuda:all. Statistics are computed on a GPU where there is one, everything else on the CPU;
+    /// `wush doctor` says what is found
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
     /// RoPE scaling instead of the configuration's own, such as yarn:4

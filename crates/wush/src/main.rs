@@ -64,6 +64,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)
         }
+        Command::Doctor => emit(&wush_pipeline::doctor(), format),
         Command::Schema(args) => {
             print(&schema_text(args.name.as_deref())?)?;
             Ok(ExitCode::SUCCESS)

@@ -13,7 +13,8 @@ use wush_pipeline::report::{
 };
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
-    counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable, ratio, shell_word,
+    DeviceReport, DoctorReport, counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable,
+    ratio, shell_word,
 };
 
 /// A report that the program can print.
@@ -36,6 +37,10 @@ impl Report for CalibrateReport {
             text.row("shard", shard);
         }
         text.row("time", &rated(self.seconds, self.calibration.tokens));
+        if let Some(gpu) = &self.gpu {
+            let [peak, planned] = [gpu.peak, gpu.planned].map(human_bytes);
+            text.row("GPU", &format!("{}, {peak} at most of {planned} planned", gpu.device));
+        }
         text.file(&self.out);
         text.notes(&self.notes);
         let path = shell_word(&self.out.path);
@@ -246,6 +251,35 @@ impl Report for DemoReport {
     }
 }
 
+impl Report for DoctorReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("wush", &self.tool);
+        text.row("auto", &self.auto);
+        text.row("threads", &self.threads.to_string());
+        text.heading("CUDA");
+        for library in &self.libraries {
+            let version = library.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
+            let place = library.path.as_ref().or(library.problem.as_ref()).map_or("", String::as_str);
+            text.row(&library.name, &format!("{place}{version}"));
+        }
+        text.row(
+            "kernels",
+            self.kernel_cache.as_deref().unwrap_or("compiled anew in every run: there is no cache folder"),
+        );
+        if !self.devices.is_empty() {
+            text.heading("GPUs");
+        }
+        self.devices.iter().for_each(|device| text.device(device));
+        if let Some(because) = &self.because {
+            text.heading("Why no GPU is used");
+            text.row("reason", because);
+            self.hint.iter().for_each(|hint| text.row("hint", hint));
+        }
+        text.0
+    }
+}
+
 /// The text being written. Writing into a String cannot fail, so its results are dropped.
 #[derive(Default)]
 struct Lines(String);
@@ -260,6 +294,18 @@ impl Lines {
         for line in describe_allotment(allotment) {
             let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
         }
+    }
+
+    fn device(&mut self, device: &DeviceReport) {
+        let DeviceReport { name, capability, multiprocessors, memory, .. } = device;
+        let free = device.free_memory.map(|free| format!(", {} free", human_bytes(free))).unwrap_or_default();
+        let memory = human_bytes(*memory);
+        self.row(
+            &device.device,
+            &format!("{name}, compute capability {capability}, {multiprocessors} multiprocessors, {memory}{free}"),
+        );
+        self.row("", &format!("attention by {}", device.attention.join(", else ")));
+        device.problem.iter().for_each(|problem| self.row("", problem));
     }
 
     fn heading(&mut self, heading: &str) {

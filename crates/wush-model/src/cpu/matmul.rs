@@ -39,7 +39,7 @@ fn blocked(out: MatMut<'_, f32>, x: MatRef<'_, f32>, weight: MatRef<'_, f32>) {
 }
 
 /// Head n of every row becomes `matrices[n / group] · x`; `matrices` is `[n_matrices * d, d]`.
-pub(super) fn transform_heads(x: &Rows, matrices: &Rows, head_dim: usize) -> Rows {
+pub fn transform_heads(x: &Rows, matrices: &Rows, head_dim: usize) -> Rows {
     let n_heads = x.width / head_dim;
     let group = n_heads / (matrices.n_rows / head_dim);
     let mut out = Rows::zeros(x.n_rows, x.width);

@@ -18,9 +18,11 @@ use rayon::prelude::*;
 use wush_format::tensor_file::TensorView;
 
 use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
+use crate::error::Result;
 use crate::rope::RopeTable;
 
 pub use attention::{Chunk, KeysValues, QueriesKeys, probability_errors, windowed};
+pub use matmul::transform_heads;
 pub use stored::{Stored, StoredMatrix};
 
 /// The CPU, through rayon's current thread pool.
@@ -56,27 +58,34 @@ const ROWS_PER_TASK: usize = 64;
 const VOCAB_ROWS: usize = 2048;
 
 impl Backend for Cpu {
+    const SIDE_BY_SIDE: bool = true;
+
     type Tensor = Rows;
     type Matrix = Rows;
     type Vector = Vec<f32>;
+    type Rope = RopeTable;
 
-    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> Rows {
+    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> Result<Rows> {
         let depth = view.shape[1];
-        Rows { n_rows: depth, width: rows.len(), data: widen::transposed(view, depth, rows) }
+        Ok(Rows { n_rows: depth, width: rows.len(), data: widen::transposed(view, depth, rows) })
     }
 
-    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Vec<f32> {
+    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Result<Vec<f32>> {
         let mut data = widen::rows(view, 1, rows);
         data.iter_mut().for_each(|x| *x += add);
-        data
+        Ok(data)
     }
 
-    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Rows {
+    fn rope(&self, table: RopeTable) -> Result<RopeTable> {
+        Ok(table)
+    }
+
+    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Result<Rows> {
         assert_eq!(data.len(), n_heads * dim * dim, "head matrices are [n_heads, d, d]");
-        Rows { n_rows: n_heads * dim, width: dim, data: data.to_vec() }
+        Ok(Rows { n_rows: n_heads * dim, width: dim, data: data.to_vec() })
     }
 
-    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Rows {
+    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Result<Rows> {
         let mut out = Rows::zeros(ids.len(), table.shape[1]);
         for (row, &id) in out.data.chunks_exact_mut(out.width).zip(ids) {
             let id = id as usize;
@@ -85,14 +94,14 @@ impl Backend for Cpu {
                 row.iter_mut().for_each(|x| *x *= scale);
             }
         }
-        out
+        Ok(out)
     }
 
-    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Rows {
+    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Result<Rows> {
         let mut out = x.clone();
         let tasks = out.data.par_chunks_mut(ROWS_PER_TASK * x.width);
         tasks.for_each(|rows| elementwise::rms_norm(rows, norm.weight, norm.eps));
-        out
+        Ok(out)
     }
 
     fn project<const N: usize>(
@@ -100,19 +109,33 @@ impl Backend for Cpu {
         x: &Rows,
         norm: Option<RmsNorm<'_, Self>>,
         projections: [Affine<'_, Self>; N],
-    ) -> [Rows; N] {
-        fused::project(x, norm, projections)
+    ) -> Result<[Rows; N]> {
+        Ok(fused::project(x, norm, projections))
     }
 
-    fn add_projected(&self, x: &mut Rows, y: &Rows, projection: Affine<'_, Self>, norm: Option<RmsNorm<'_, Self>>) {
+    fn add_projected(
+        &self,
+        x: &mut Rows,
+        y: &Rows,
+        projection: Affine<'_, Self>,
+        norm: Option<RmsNorm<'_, Self>>,
+    ) -> Result<()> {
         fused::add_projected(x, y, projection, norm);
+        Ok(())
     }
 
-    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) {
+    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) -> Result<()> {
         fused::add_mlp(x, mlp);
+        Ok(())
     }
 
-    fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
+    fn head_norm_rope(
+        &self,
+        x: &mut Rows,
+        head_dim: usize,
+        norm: Option<(&Vec<f32>, f32)>,
+        rope: Option<&RopeTable>,
+    ) -> Result<()> {
         let width = x.width;
         x.data.par_chunks_mut(ROWS_PER_TASK * width).enumerate().for_each(|(task, rows)| {
             if let Some((weight, eps)) = norm {
@@ -124,30 +147,33 @@ impl Backend for Cpu {
                 }
             }
         });
+        Ok(())
     }
 
-    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
-        attention::causal(q, k, v, shape)
+    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Result<Rows> {
+        Ok(attention::causal(q, k, v, shape))
     }
 
-    fn transform_heads(&self, x: &Rows, matrices: &Rows, head_dim: usize) -> Rows {
-        matmul::transform_heads(x, matrices, head_dim)
+    fn transform_heads(&self, x: &Rows, matrices: &Rows, head_dim: usize) -> Result<Rows> {
+        Ok(transform_heads(x, matrices, head_dim))
     }
 
-    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) {
+    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) -> Result<()> {
         gram::accumulate(x, n_groups, head_dim, into);
+        Ok(())
     }
 
-    fn column_sum(&self, x: &Rows, into: &mut [f64]) {
+    fn column_sum(&self, x: &Rows, into: &mut [f64]) -> Result<()> {
         assert_eq!(into.len(), x.width, "one sum a column");
         for row in x.data.chunks_exact(x.width) {
             for (sum, &value) in into.iter_mut().zip(row) {
                 *sum += f64::from(value);
             }
         }
+        Ok(())
     }
 
-    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Vec<f32> {
+    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Result<Vec<f32>> {
         let (vocab, hidden) = (table.shape[0], table.shape[1]);
         let n_rows = rows.len();
         let x = x.slice(rows);
@@ -169,11 +195,11 @@ impl Backend for Cpu {
                 out[first..first + width].copy_from_slice(row);
             }
         }
-        out
+        Ok(out)
     }
 
-    fn to_host(&self, x: &Rows) -> Vec<f32> {
-        x.data.clone()
+    fn to_host(&self, x: &Rows) -> Result<Vec<f32>> {
+        Ok(x.data.clone())
     }
 }
 

@@ -12,6 +12,7 @@ use wush_format::tensor_file::{Dtype, TensorView};
 use super::product::multiply;
 use super::{Cpu, Rows, elementwise, matmul, widen};
 use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
+use crate::error::Result;
 use crate::rope::RopeTable;
 
 /// Rows of activations up to which dot products beat widening the weight: a weight is widened in about the time of four
@@ -159,44 +160,52 @@ fn project<const N: usize>(x: &Rows, projections: [Affine<'_, Stored>; N]) -> [R
 }
 
 /// The rows after the norm, or a copy of them where there is none.
-fn normalized(x: &Rows, norm: Option<&RmsNorm<'_, Stored>>) -> Rows {
-    norm.map_or_else(|| x.clone(), |norm| Cpu.norm(x, RmsNorm { weight: norm.weight, eps: norm.eps }))
+fn normalized(x: &Rows, norm: Option<&RmsNorm<'_, Stored>>) -> Result<Rows> {
+    norm.map_or_else(|| Ok(x.clone()), |norm| Cpu.norm(x, RmsNorm { weight: norm.weight, eps: norm.eps }))
 }
 
 /// `x += norm(update)`.
-fn add_update(x: &mut Rows, update: &Rows, norm: Option<&RmsNorm<'_, Stored>>) {
+fn add_update(x: &mut Rows, update: &Rows, norm: Option<&RmsNorm<'_, Stored>>) -> Result<()> {
     match norm {
-        Some(_) => elementwise::add(&mut x.data, &normalized(update, norm).data),
+        Some(_) => elementwise::add(&mut x.data, &normalized(update, norm)?.data),
         None => elementwise::add(&mut x.data, &update.data),
     }
+    Ok(())
 }
 
 impl Backend for Stored {
+    const SIDE_BY_SIDE: bool = true;
+
     type Tensor = Rows;
     type Matrix = StoredMatrix;
     type Vector = Vec<f32>;
+    type Rope = RopeTable;
 
-    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> StoredMatrix {
+    fn matrix(&self, view: TensorView<'_>, rows: Range<usize>) -> Result<StoredMatrix> {
         let row = view.shape[1] * view.dtype.bitsize() / 8;
         let bytes = view.bytes[rows.start * row..rows.end * row].to_vec();
-        StoredMatrix { dtype: view.dtype, shape: [rows.len(), view.shape[1]], bytes }
+        Ok(StoredMatrix { dtype: view.dtype, shape: [rows.len(), view.shape[1]], bytes })
     }
 
-    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Vec<f32> {
+    fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> Result<Vec<f32>> {
         Cpu.vector(view, rows, add)
     }
 
-    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> StoredMatrix {
-        assert_eq!(data.len(), n_heads * dim * dim, "head matrices are [n_heads, d, d]");
-        let bytes = data.iter().flat_map(|x| x.to_le_bytes()).collect();
-        StoredMatrix { dtype: Dtype::F32, shape: [n_heads * dim, dim], bytes }
+    fn rope(&self, table: RopeTable) -> Result<RopeTable> {
+        Ok(table)
     }
 
-    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Rows {
+    fn head_matrices(&self, n_heads: usize, dim: usize, data: &[f32]) -> Result<StoredMatrix> {
+        assert_eq!(data.len(), n_heads * dim * dim, "head matrices are [n_heads, d, d]");
+        let bytes = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Ok(StoredMatrix { dtype: Dtype::F32, shape: [n_heads * dim, dim], bytes })
+    }
+
+    fn embed(&self, table: TensorView<'_>, ids: &[u32], scale: f32) -> Result<Rows> {
         Cpu.embed(table, ids, scale)
     }
 
-    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Rows {
+    fn norm(&self, x: &Rows, norm: RmsNorm<'_, Self>) -> Result<Rows> {
         normalized(x, Some(&norm))
     }
 
@@ -205,64 +214,76 @@ impl Backend for Stored {
         x: &Rows,
         norm: Option<RmsNorm<'_, Self>>,
         projections: [Affine<'_, Self>; N],
-    ) -> [Rows; N] {
-        match norm {
-            Some(_) => project(&normalized(x, norm.as_ref()), projections),
+    ) -> Result<[Rows; N]> {
+        Ok(match norm {
+            Some(_) => project(&normalized(x, norm.as_ref())?, projections),
             None => project(x, projections),
-        }
+        })
     }
 
-    fn add_projected(&self, x: &mut Rows, y: &Rows, projection: Affine<'_, Self>, norm: Option<RmsNorm<'_, Self>>) {
+    fn add_projected(
+        &self,
+        x: &mut Rows,
+        y: &Rows,
+        projection: Affine<'_, Self>,
+        norm: Option<RmsNorm<'_, Self>>,
+    ) -> Result<()> {
         let [update] = project(y, [projection]);
-        add_update(x, &update, norm.as_ref());
+        add_update(x, &update, norm.as_ref())
     }
 
-    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) {
+    fn add_mlp(&self, x: &mut Rows, mlp: &Mlp<'_, Self>) -> Result<()> {
         fn affine<'a>(affine: &Affine<'a, Stored>) -> Affine<'a, Stored> {
             Affine { weight: affine.weight, bias: affine.bias }
         }
-        let normed = mlp.before.as_ref().map(|norm| normalized(x, Some(norm)));
+        let normed = mlp.before.as_ref().map(|norm| normalized(x, Some(norm))).transpose()?;
         let [mut gate, up] = project(normed.as_ref().unwrap_or(x), [&mlp.gate, &mlp.up].map(affine));
         gate.data
             .par_chunks_mut(gate.width)
             .zip(up.data.par_chunks(up.width))
             .for_each(|(gate, up)| elementwise::gate(gate, up, mlp.activation));
         let [update] = project(&gate, [affine(&mlp.down)]);
-        add_update(x, &update, mlp.after.as_ref());
+        add_update(x, &update, mlp.after.as_ref())
     }
 
-    fn head_norm_rope(&self, x: &mut Rows, head_dim: usize, norm: Option<(&Vec<f32>, f32)>, rope: Option<&RopeTable>) {
-        Cpu.head_norm_rope(x, head_dim, norm, rope);
+    fn head_norm_rope(
+        &self,
+        x: &mut Rows,
+        head_dim: usize,
+        norm: Option<(&Vec<f32>, f32)>,
+        rope: Option<&RopeTable>,
+    ) -> Result<()> {
+        Cpu.head_norm_rope(x, head_dim, norm, rope)
     }
 
-    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Rows {
+    fn attention(&self, q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Result<Rows> {
         Cpu.attention(q, k, v, shape)
     }
 
-    fn transform_heads(&self, x: &Rows, matrices: &StoredMatrix, head_dim: usize) -> Rows {
+    fn transform_heads(&self, x: &Rows, matrices: &StoredMatrix, head_dim: usize) -> Result<Rows> {
         let n_rows = matrices.n_out();
         let data = widen::rows(matrices.view(), head_dim, 0..n_rows);
-        matmul::transform_heads(x, &Rows { n_rows, width: head_dim, data }, head_dim)
+        Ok(matmul::transform_heads(x, &Rows { n_rows, width: head_dim, data }, head_dim))
     }
 
-    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) {
-        Cpu.gram(x, n_groups, head_dim, into);
+    fn gram(&self, x: &Rows, n_groups: usize, head_dim: usize, into: &mut [f64]) -> Result<()> {
+        Cpu.gram(x, n_groups, head_dim, into)
     }
 
-    fn column_sum(&self, x: &Rows, into: &mut [f64]) {
-        Cpu.column_sum(x, into);
+    fn column_sum(&self, x: &Rows, into: &mut [f64]) -> Result<()> {
+        Cpu.column_sum(x, into)
     }
 
-    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Vec<f32> {
+    fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Result<Vec<f32>> {
         if rows.len() > FEW_ROWS {
             return Cpu.logits(x, rows, table);
         }
         let mut out = vec![0.0; rows.len() * table.shape[0]];
         products(x.slice(rows), vec![Product { weight: table, out: &mut out }]);
-        out
+        Ok(out)
     }
 
-    fn to_host(&self, x: &Rows) -> Vec<f32> {
+    fn to_host(&self, x: &Rows) -> Result<Vec<f32>> {
         Cpu.to_host(x)
     }
 }

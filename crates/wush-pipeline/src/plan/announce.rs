@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use wush_stats::StatsInfo;
 
+use crate::device::Device;
 use crate::human::{counted, human_bytes, human_time};
 use crate::memory::MemoryPlan;
 use crate::model::Model;
@@ -29,8 +30,16 @@ pub(crate) fn describe_model(model: &Model) -> String {
         attn.n_heads,
         attn.n_kv_heads,
         attn.head_dim,
-        device.name(),
+        device.describe(),
     )
+}
+
+/// Why a run that would use a GPU uses none.
+pub(crate) fn describe_device(model: &Model) -> Option<String> {
+    match &model.device {
+        Device::Cpu { because: Some(because) } => Some(format!("device     no GPU: {because}")),
+        _ => None,
+    }
 }
 
 pub(crate) fn describe_calibration(plan: &CalibrationPlan, shard: Option<&str>) -> String {

@@ -1,0 +1,73 @@
+//! What this machine offers: for `wush doctor`, and for `--device auto`.
+
+use std::path::PathBuf;
+
+use crate::driver::{self, DeviceInfo, devices};
+use crate::error::{GpuError, Result};
+use crate::kernels::KERNELS;
+use crate::libraries::{self, Library};
+use crate::{Device, compiler};
+
+/// One library, found or not.
+#[derive(Debug, Clone)]
+pub struct FoundLibrary {
+    /// Its file, "libnvrtc.so".
+    pub name: &'static str,
+    /// What it is for.
+    pub purpose: &'static str,
+    /// Where it is, or why not.
+    pub path: Result<PathBuf>,
+    /// Its version, where it tells.
+    pub version: Option<(u32, u32)>,
+}
+
+/// Every library that a run on a GPU needs.
+pub fn libraries() -> Vec<FoundLibrary> {
+    let found = |library: &&Library| FoundLibrary {
+        name: library.name,
+        purpose: library.purpose,
+        path: library.require().map(PathBuf::from),
+        version: version(library),
+    };
+    libraries::ALL.iter().map(found).collect()
+}
+
+fn version(library: &Library) -> Option<(u32, u32)> {
+    match library.name {
+        name if name == libraries::DRIVER.name => driver::version().ok(),
+        name if name == libraries::NVRTC.name => compiler::version().ok(),
+        _ => None,
+    }
+}
+
+/// Devices that a run can use: all libraries are there, and their capability suffices.
+///
+/// # Errors
+/// What keeps every device from being used: `Library`, `NoDevice`, `TooOld`, `Driver`.
+pub fn usable() -> Result<Vec<DeviceInfo>> {
+    driver::init()?;
+    libraries::ALL.iter().try_for_each(|library| library.require().map(drop))?;
+    let (usable, refused): (Vec<_>, Vec<_>) = devices()?.into_iter().partition(|device| device.check().is_ok());
+    match (usable.is_empty(), refused.first()) {
+        (true, Some(first)) => Err(first.check().err().unwrap_or(GpuError::NoDevice)),
+        (true, None) => Err(GpuError::NoDevice),
+        (false, _) => Ok(usable),
+    }
+}
+
+/// Bytes of a device that are free, whoever uses the others.
+///
+/// # Errors
+/// As [`Device::open`].
+pub fn free_memory(ordinal: usize) -> Result<u64> {
+    Device::open(ordinal)?.free_memory()
+}
+
+/// Files of `kernels/` with an attention product that runs on a device, the preferred one first.
+pub fn attention_kernels(capability: (u32, u32)) -> Vec<&'static str> {
+    let attention = KERNELS.iter().filter(|file| file.name.starts_with("attention") && file.serves(capability));
+    let mut names: Vec<_> = attention.map(|file| (file.runs_on.len(), file.name)).collect();
+    // What is built for fewer devices is built for these devices.
+    names.sort();
+    names.into_iter().map(|(_, name)| name).collect()
+}
