@@ -20,7 +20,7 @@ use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
-use wush_stats::{STATS_VERSION, Statistics, StatsInfo};
+use wush_stats::{Accumulator, STATS_VERSION, Statistics, StatsInfo};
 use wush_tests::Scratch;
 
 /// f32 against f32: sums in other orders, each of at most 2¹² terms and so within 2¹² · 2⁻²⁴ = 2.4e-4 of the sum of magnitudes at
@@ -89,7 +89,7 @@ impl Case {
         (collector.layers, nll)
     }
 
-    fn statistics(&self) -> Statistics {
+    fn statistics(&self, attention_hessians: bool) -> Statistics {
         let attn = &self.spec.layers[0].attn;
         let info = StatsInfo {
             format_version: STATS_VERSION,
@@ -105,7 +105,7 @@ impl Case {
             source: "test".into(),
             rope_scaling: None,
             shift_invariant: self.spec.is_shift_invariant(),
-            attention_hessians: false,
+            attention_hessians,
             second_pass: false,
             device: "cuda".into(),
             compute: "bf16".into(),
@@ -124,18 +124,21 @@ impl Case {
                 ("values", &found.value_gram, &exact.value_gram),
             ] {
                 let error = relative_error(found.iter().copied(), exact);
-                if !(error <= tol) {
-                    wrong.push(format!("{} in {}: layer {layer}, {role}: {error:e}", self.name, T::NAME));
-                }
+                let line = format!("{} in {}: layer {layer}, {role}: {error:e}", self.name, T::NAME);
+                wrong.extend(exceeds(error, tol).then_some(line));
             }
         }
         let mean = |nll: &[f64]| nll.iter().sum::<f64>() / nll.len() as f64;
         let difference = (mean(&nll) - mean(&exact.1)).abs();
-        if !(difference <= NLL_PER_ERROR * tol) {
-            wrong.push(format!("{} in {}: mean NLL is off by {difference:e}", self.name, T::NAME));
-        }
+        let line = format!("{} in {}: mean NLL is off by {difference:e}", self.name, T::NAME);
+        wrong.extend(exceeds(difference, NLL_PER_ERROR * tol).then_some(line));
         wrong
     }
+}
+
+/// Whether an error is beyond a tolerance; a NaN is.
+fn exceeds(error: f64, tol: f64) -> bool {
+    error.is_nan() || error > tol
 }
 
 /// A copy of a tiny model with half as many heads of twice the size, where its heads are smaller than a GPU's: the projections
@@ -200,7 +203,7 @@ fn running_sums_are_the_sums_of_the_sequences_and_repeat_bit_for_bit() {
     let decoder = Decoder::new(&case.checkpoint, &case.spec, &gpu).keeping_weights();
     let sequences = [case.ids.clone(), case.ids[3..150].to_vec()];
     let run = |pauses: bool| {
-        let mut statistics = case.statistics();
+        let mut statistics = case.statistics(false);
         let mut sums = RunningSums::new(&device, weights, &statistics).expect("memory");
         for sequence in &sequences {
             decoder.observe(std::slice::from_ref(sequence), &mut sums, &Quiet).expect("finite");
@@ -225,5 +228,37 @@ fn running_sums_are_the_sums_of_the_sequences_and_repeat_bit_for_bit() {
         // One addition in another order.
         let error = relative_error(found.moments.key_gram.iter().copied(), &expected);
         assert!(error <= 1e-14, "layer {layer}: {error:e}");
+    }
+}
+
+/// Appendix C's sums are made of differences of values and outputs, and of products of two probabilities: their relative error is a
+/// few times that of the activations.
+const HESSIAN_PER_ERROR: f64 = 4.0;
+
+#[test]
+fn exact_hessians_are_those_of_the_cpu_and_symmetric() {
+    let Some(device) = common::device("exact_hessians_are_those_of_the_cpu_and_symmetric") else { return };
+    let case = Case::open(wush_tests::fixture("demo-model"));
+    let weights = (&case.checkpoint, &case.spec);
+    let sequences = std::slice::from_ref(&case.ids);
+    let mut expected = case.statistics(true);
+    let mut accumulator = Accumulator::new(&mut expected, sequences).with_weights(weights.0, weights.1);
+    let decoder = Decoder::new(&case.checkpoint, &case.spec, &Cpu);
+    decoder.observe(sequences, &mut accumulator, &Quiet).expect("finite");
+    let gpu = Gpu::<bf16>::new(device.clone());
+    let mut sums = RunningSums::new(&device, weights, &case.statistics(true)).expect("memory");
+    let decoder = Decoder::new(&case.checkpoint, &case.spec, &gpu);
+    decoder.observe(sequences, &mut sums, &Quiet).expect("finite");
+    let tol = HESSIAN_PER_ERROR * bf16_tolerance(case.spec.layers.len());
+    for (found, (layer, expected)) in sums.download().expect("downloaded").iter().zip(&expected.layers) {
+        let (found, expected) =
+            (found.hessians.as_ref().expect("gathered"), expected.attention.as_ref().expect("gathered"));
+        for (role, found, expected) in [("key", &found[0], &expected.key), ("value", &found[1], &expected.value)] {
+            let error = relative_error(found.iter().copied(), &expected.data);
+            assert!(error <= tol, "layer {layer}, {role} Hessian: {error:e} beyond {tol:e}");
+            let d = expected.dim;
+            let is_symmetric = |matrix: &[f64]| (0..d * d).all(|at| matrix[at] == matrix[at % d * d + at / d]);
+            assert!(found.chunks_exact(d * d).all(is_symmetric), "layer {layer}, {role} Hessian");
+        }
     }
 }
