@@ -212,10 +212,14 @@ fn a_bundle_is_not_converted_again() {
 }
 
 #[test]
-fn no_cuda_here() {
+fn a_gpu_that_is_not_there() {
     let scratch = Scratch::new();
     let command = on_tiny(&scratch, "convert", &tiny(), &["--out", "bundle", "--device", "cuda"]);
-    assert_error(&scratch, &command, &["--device"]);
+    // No driver, or none of its devices: the tests hide them.
+    let run = assert_error(&scratch, &command, &["GPU: "]);
+    assert!(run.stderr.contains("--device cpu"), "{run:?}");
+    let command = args([&"generate", &tiny(), &"--prompt", &"a", &"--device", &"cuda"]);
+    assert_error(&scratch, &command, &["--device: expected auto or cpu", "found cuda"]);
 }
 
 #[test]
