@@ -66,7 +66,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
         resumed_sequences: done.resumed_sequences as u64,
         notes: plan.notes,
         memory: plan.memory,
-        gpu: done.gpu,
+        gpus: done.gpus,
         out,
         seconds: clock.elapsed().as_secs_f64(),
     })
@@ -81,8 +81,8 @@ pub(crate) struct Accumulated {
     pub(crate) statistics: Statistics,
     /// Sequences that an interrupted run had done.
     pub(crate) resumed_sequences: usize,
-    /// What was used of a GPU.
-    pub(crate) gpu: Option<GpuUse>,
+    /// What was used of GPUs.
+    pub(crate) gpus: Vec<GpuUse>,
 }
 
 /// Runs the forward pass over every sequence that the partial file, if any, does not hold yet; without one nothing is saved.
@@ -102,14 +102,14 @@ pub(crate) fn accumulate(
     }
     monitor.begin("calibrate", "tokens", n_tokens(&plan.sequences[resumed_sequences..]));
     let mut saver = Saver::new(partial, resumed_sequences);
-    let gpu = match &model.device {
+    let gpus = match &model.device {
         Device::Cpu { .. } => {
             on_cpu(model, plan, &mut statistics, &mut saver, monitor)?;
-            None
+            Vec::new()
         }
-        Device::Cuda(devices) => Some(gpu::accumulate(devices, model, plan, &mut statistics, &mut saver, monitor)?),
+        Device::Cuda(devices) => gpu::accumulate(devices, model, plan, &mut statistics, &mut saver, monitor)?,
     };
-    Ok(Accumulated { statistics, resumed_sequences, gpu })
+    Ok(Accumulated { statistics, resumed_sequences, gpus })
 }
 
 /// Sums over the sequences of a plan that `statistics` do not hold yet, groups of them in order.

@@ -130,8 +130,8 @@ pub struct CalibrateReport {
     pub notes: Vec<String>,
     /// Estimated peak memory.
     pub memory: MemoryPlan,
-    /// What was used of a GPU; none where the CPU computed.
-    pub gpu: Option<GpuUse>,
+    /// What was used of GPUs; none where the CPU computed.
+    pub gpus: Vec<GpuUse>,
     /// The statistics file.
     pub out: WrittenFile,
     /// Wall time, without loading.

@@ -209,6 +209,28 @@ pub struct LayerSums {
     pub hessians: Option<[Vec<f64>; 2]>,
 }
 
+impl LayerSums {
+    /// Adds another's sums over other sequences.
+    ///
+    /// # Panics
+    /// When one has Hessians and the other none: the caller's invariant.
+    pub fn add(&mut self, other: &Self) {
+        assert_eq!(self.hessians.is_some(), other.hessians.is_some(), "sums of one plan");
+        let Moments { query_gram, key_gram, value_gram, key_sum } = &mut self.moments;
+        let theirs = &other.moments;
+        let moments = [
+            (query_gram, &theirs.query_gram),
+            (key_gram, &theirs.key_gram),
+            (value_gram, &theirs.value_gram),
+            (key_sum, &theirs.key_sum),
+        ];
+        let hessians = self.hessians.iter_mut().flatten().zip(other.hessians.iter().flatten());
+        for (sums, parts) in moments.into_iter().chain(hessians) {
+            sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+        }
+    }
+}
+
 impl Statistics {
     /// All-zero sums in the shapes of a model's layers. Call [`crate::output_gram`] once to add the part that comes from
     /// the weights.

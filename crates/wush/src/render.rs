@@ -37,7 +37,7 @@ impl Report for CalibrateReport {
             text.row("shard", shard);
         }
         text.row("time", &rated(self.seconds, self.calibration.tokens));
-        if let Some(gpu) = &self.gpu {
+        for gpu in &self.gpus {
             let [peak, planned] = [gpu.peak, gpu.planned].map(human_bytes);
             text.row("GPU", &format!("{}, {peak} at most of {planned} planned", gpu.device));
         }
