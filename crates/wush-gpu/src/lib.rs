@@ -45,6 +45,7 @@ mod buffer;
 mod device;
 mod driver;
 mod error;
+mod gpu;
 
 pub use buffer::{Buffer, Element, Pinned, View, ViewMut};
 pub use device::{Device, Event, Queue};

@@ -110,15 +110,7 @@ impl<'a> RunningSums<'a> {
         finite.clear()?;
         let layer = found.slot / ROLES.len();
         let widths = self.layers[layer].lock().unwrap_or_else(PoisonError::into_inner).widths;
-        let role = match found.slot % ROLES.len() {
-            0 => {
-                // Alone or joined: only in a joined row are there columns beyond the queries.
-                let column = found.index % widths.iter().sum::<usize>().max(1);
-                let ends = widths.iter().scan(0, |end, width| Some(std::mem::replace(end, *end + width) + width));
-                ends.take_while(|&end| end <= column).count().min(ROLES.len() - 1)
-            }
-            role => role,
-        };
+        let role = role(found.slot % ROLES.len(), found.index, widths);
         Err(ModelError::NonFinite { layer, what: ROLES[role], sequence: self.n_sequences })
     }
 }
@@ -165,6 +157,16 @@ impl Layer {
         }
         self.widths = if Tensor::joined(qkv).is_some() { qkv.map(|x| x.width) } else { [0; 3] };
         device.column_sums(k.matrix(), &mut self.key_sum.view_mut())
+    }
+}
+
+/// Which of the three tensors an element belongs to: of a row that joins them, its column tells; else its slot. `widths` are those
+/// of a joined row, or zeros.
+fn role(slot: usize, index: usize, widths: [usize; 3]) -> usize {
+    let [queries, keys, values] = widths;
+    match queries + keys + values {
+        0 => slot,
+        width => usize::from(index % width >= queries) + usize::from(index % width >= queries + keys),
     }
 }
 
@@ -220,5 +222,22 @@ impl<T: Compute> Observer<Gpu<T>> for RunningSums<'_> {
             self.n_sequences += 1;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_element_belongs_to_the_tensor_whose_column_it_is_in() {
+        let widths = [8, 4, 4];
+        assert_eq!([0, 7, 8, 11, 12, 15, 16, 29].map(|index| role(0, index, widths)), [0, 0, 1, 1, 2, 2, 0, 2]);
+        assert_eq!([0, 1, 2].map(|slot| role(slot, 5, [0; 3])), [0, 1, 2]);
+    }
+
+    #[test]
+    fn triangles_meet_in_their_mean() {
+        assert_eq!(symmetrized(vec![1.0, 2.0, 4.0, 1.0], 2), [1.0, 3.0, 3.0, 1.0]);
     }
 }

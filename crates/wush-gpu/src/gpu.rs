@@ -1,0 +1,193 @@
+//! A model on a GPU: how its weights come there, what stays, and how long each stage of its forward pass takes.
+//!
+//! Enters: stored tensors. Leaves: weights and tables on the device. The forward pass over them is in `backend.rs`.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::bf16;
+use wush_format::tensor_file::{Dtype, TensorView};
+use wush_model::backend::Backend;
+use wush_model::cpu::Cpu;
+
+use crate::attention::{Attention, AttentionElement};
+use crate::bench;
+use crate::buffer::{Buffer, Element};
+use crate::convert::Convert;
+use crate::device::{Device, Event, Queue};
+use crate::error::Result;
+use crate::operand::Activation;
+use crate::upload::Uploader;
+
+/// What activations can be.
+pub trait Compute: Activation + AttentionElement + Into<f32> + From<bf16> {
+    /// As reports name it.
+    const NAME: &'static str;
+
+    /// The same attention for the kernels of the exact Hessians, which take bf16.
+    fn for_hessians(attention: Attention<'_, Self>) -> Option<Attention<'_, bf16>>;
+
+    /// Elements of a stored tensor, in this type on the device.
+    #[doc(hidden)]
+    fn weights(gpu: &Gpu<Self>, dtype: Dtype, bytes: &[u8]) -> Result<Buffer<Self>>;
+}
+
+impl Compute for bf16 {
+    const NAME: &'static str = "bf16";
+
+    fn for_hessians(attention: Attention<'_, Self>) -> Option<Attention<'_, bf16>> {
+        Some(attention)
+    }
+
+    fn weights(gpu: &Gpu<Self>, dtype: Dtype, bytes: &[u8]) -> Result<Buffer<Self>> {
+        match dtype {
+            Dtype::BF16 => gpu.upload(bytes),
+            Dtype::F16 => gpu.converted::<half::f16>(bytes),
+            _ => gpu.converted::<f32>(bytes),
+        }
+    }
+}
+
+impl Compute for f32 {
+    const NAME: &'static str = "f32";
+
+    fn for_hessians(_: Attention<'_, Self>) -> Option<Attention<'_, bf16>> {
+        None
+    }
+
+    fn weights(gpu: &Gpu<Self>, dtype: Dtype, bytes: &[u8]) -> Result<Buffer<Self>> {
+        match dtype {
+            Dtype::BF16 => gpu.converted::<bf16>(bytes),
+            Dtype::F16 => gpu.converted::<half::f16>(bytes),
+            _ => gpu.upload(bytes),
+        }
+    }
+}
+
+/// Deviation of drawn weights, as models are initialized.
+const DRAWN_DEVIATION: f32 = 0.02;
+
+/// Stages and the marks around each.
+#[derive(Debug, Default)]
+struct Profile {
+    spans: Vec<(&'static str, Event, Event)>,
+}
+
+/// A table of rows, as it is stored or narrower.
+#[derive(Debug)]
+pub(crate) enum Rows {
+    Bf16(Buffer<bf16>),
+    F32(Buffer<f32>),
+}
+
+/// One GPU that runs the forward pass in activations of type `T`.
+#[derive(Debug)]
+pub struct Gpu<T: Compute> {
+    pub(crate) device: Device,
+    uploader: Uploader,
+    /// Embeddings and output heads, by the place of their bytes on the host: of one model, or two.
+    tables: Mutex<BTreeMap<(usize, usize), Arc<Rows>>>,
+    /// Where weights are drawn and not read: how many tensors were.
+    pub(crate) drawn: Option<AtomicU64>,
+    profile: Mutex<Option<Profile>>,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T: Compute> Gpu<T> {
+    /// Runs on `device`.
+    pub fn new(device: Device) -> Self {
+        let uploader = Uploader::new(&device);
+        let (tables, profile) = (Mutex::default(), Mutex::default());
+        Self { device, uploader, tables, drawn: None, profile, element: std::marker::PhantomData }
+    }
+
+    /// Runs on `device` with random weights in the place of those that a checkpoint holds, for measurements: matrices as models are
+    /// initialized, norms of ones.
+    pub fn drawing(device: Device) -> Self {
+        Self { drawn: Some(AtomicU64::new(0)), ..Self::new(device) }
+    }
+
+    /// From here on the device notes how long each stage takes.
+    pub fn start_profile(&self) {
+        *self.profile.lock().unwrap_or_else(PoisonError::into_inner) = Some(Profile::default());
+    }
+
+    /// Seconds by stage since [`Gpu::start_profile`]; waits for the device.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn end_profile(&self) -> Result<BTreeMap<&'static str, f64>> {
+        let profile = self.profile.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut stages = BTreeMap::new();
+        for (stage, start, end) in profile.unwrap_or_default().spans {
+            *stages.entry(stage).or_default() += end.seconds_since(&start)?;
+        }
+        Ok(stages)
+    }
+
+    /// Begins the work of a stage, which its name stands for in a profile.
+    pub(crate) fn stage<R>(&self, stage: &'static str, begin: impl FnOnce() -> Result<R>) -> Result<R> {
+        if self.profile.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            return begin();
+        }
+        let start = self.device.mark(Queue::Compute)?;
+        let done = begin()?;
+        let end = self.device.mark(Queue::Compute)?;
+        if let Some(profile) = self.profile.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            profile.spans.push((stage, start, end));
+        }
+        Ok(done)
+    }
+
+    /// A random matrix, where weights are drawn.
+    pub(crate) fn draw(&self, len: usize) -> Option<Result<Buffer<T>>> {
+        let seed = self.drawn.as_ref()?.fetch_add(1, Ordering::Relaxed);
+        Some(bench::random_scaled(&self.device, seed, len, DRAWN_DEVIATION))
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn upload<E: Element>(&self, bytes: &[u8]) -> Result<Buffer<E>> {
+        let mut buffer = self.device.uninit(bytes.len() / size_of::<E>())?;
+        self.uploader.upload(bytes, &mut buffer.view_mut())?;
+        Ok(buffer)
+    }
+
+    fn converted<F: Convert<T>>(&self, bytes: &[u8]) -> Result<Buffer<T>> {
+        let stored: Buffer<F> = self.upload(bytes)?;
+        let mut buffer = self.device.uninit(stored.len())?;
+        self.device.convert(stored.view(), &mut buffer.view_mut())?;
+        Ok(buffer)
+    }
+
+    /// A table on the device, kept from its first use on.
+    pub(crate) fn table(&self, table: TensorView<'_>) -> Result<Arc<Rows>> {
+        let key = (table.bytes.as_ptr() as usize, table.bytes.len());
+        let mut tables = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = tables.get(&key) {
+            return Ok(known.clone());
+        }
+        let rows = Arc::new(match table.dtype {
+            _ if self.drawn.is_some() => {
+                let len = table.shape.iter().product();
+                Rows::Bf16(bench::random_scaled(&self.device, 0, len, DRAWN_DEVIATION)?)
+            }
+            Dtype::BF16 => Rows::Bf16(self.upload(table.bytes)?),
+            Dtype::F32 => Rows::F32(self.upload(table.bytes)?),
+            _ => Rows::F32(self.upload(bytemuck::cast_slice(&widened(table)))?),
+        });
+        tables.insert(key, rows.clone());
+        Ok(rows)
+    }
+}
+
+/// Every element of a stored tensor, in f32.
+pub(crate) fn widened(view: TensorView<'_>) -> Vec<f32> {
+    let (n_rows, width) = (view.shape[0], view.shape.get(1).copied().unwrap_or(1));
+    let flat = TensorView { shape: &[n_rows * width], ..view };
+    Cpu.vector(flat, 0..n_rows * width, 0.0).expect("the CPU does not fail")
+}
