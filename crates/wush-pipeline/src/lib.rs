@@ -24,6 +24,7 @@ pub mod request;
 pub mod schema;
 pub mod verify;
 
+mod bench;
 mod bundle;
 mod calibrate;
 mod candidates;
@@ -48,6 +49,10 @@ mod solve;
 mod unfold;
 mod work;
 
+pub use bench::{
+    BenchCalibrateReport, BenchCalibrateRequest, BenchKernelsReport, BenchKernelsRequest, CeilingsReport, KernelRow,
+    SequenceRow, StageRow, bench_calibrate, bench_kernels, shape_names,
+};
 pub use calibrate::calibrate;
 pub use convert::{convert, fold};
 pub use demo::demo;

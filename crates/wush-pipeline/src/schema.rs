@@ -3,6 +3,7 @@
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use wush_format::manifest::Manifest;
 
+use crate::bench::{BenchCalibrateReport, BenchKernelsReport};
 use crate::doctor::DoctorReport;
 use crate::report::{
     CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, GenerateReport, MergeReport,
@@ -19,6 +20,8 @@ pub struct NamedSchema {
 
 /// Every schema, sorted by name.
 pub const SCHEMAS: &[NamedSchema] = &[
+    NamedSchema { name: "bench-calibrate", make: make::<BenchCalibrateReport> },
+    NamedSchema { name: "bench-kernels", make: make::<BenchKernelsReport> },
     NamedSchema { name: "calibrate", make: make::<CalibrateReport> },
     NamedSchema { name: "convert", make: make::<ConvertReport> },
     NamedSchema { name: "demo", make: make::<DemoReport> },

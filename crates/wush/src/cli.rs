@@ -3,6 +3,7 @@
 
 #![expect(rustdoc::broken_intra_doc_links, reason = "the comments are help texts, printed as they stand")]
 
+mod bench;
 mod eval;
 mod generate;
 
@@ -17,6 +18,7 @@ use wush_pipeline::request::{
     SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
 };
 
+pub use bench::{BenchArgs, BenchCommand};
 pub use eval::{EvalArgs, EvalCommand};
 pub use generate::GenerateArgs;
 
@@ -88,6 +90,8 @@ pub enum Command {
     Demo(DemoArgs),
     /// Say what this machine offers: GPUs, CUDA's libraries, and why a GPU is not used
     Doctor,
+    /// How fast a GPU is, beside its own limits
+    Bench(BenchArgs),
     /// Print the JSON Schema of a report or of the manifest
     Schema(SchemaArgs),
 }

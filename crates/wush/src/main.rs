@@ -17,7 +17,7 @@ use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
 use wush_pipeline::{PipelineError, printable};
 
-use crate::cli::{Cli, Command, EvalCommand, Format, GenerateArgs, GlobalArgs};
+use crate::cli::{BenchCommand, Cli, Command, EvalCommand, Format, GenerateArgs, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
 use crate::render::Report;
 use crate::stream::Stream;
@@ -64,6 +64,10 @@ fn run(cli: Cli) -> Result<ExitCode> {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)
         }
+        Command::Bench(args) => match args.command {
+            BenchCommand::Calibrate(args) => emit(&wush_pipeline::bench_calibrate(&args.request(), &env)?, format),
+            BenchCommand::Kernels(args) => emit(&wush_pipeline::bench_kernels(&args.request(), &env)?, format),
+        },
         Command::Doctor => emit(&wush_pipeline::doctor(), format),
         Command::Schema(args) => {
             print(&schema_text(args.name.as_deref())?)?;

@@ -13,8 +13,9 @@ use wush_pipeline::report::{
 };
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
-    DeviceReport, DoctorReport, counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable,
-    ratio, shell_word,
+    BenchCalibrateReport, BenchKernelsReport, CeilingsReport, DeviceReport, DoctorReport, KernelRow, SequenceRow,
+    StageRow, counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable, ratio,
+    shell_word,
 };
 
 /// A report that the program can print.
@@ -280,6 +281,64 @@ impl Report for DoctorReport {
     }
 }
 
+impl Report for BenchCalibrateReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("device", &self.device);
+        text.ceilings(&self.ceilings);
+        let sequences = counted(self.rows.len() as u64, "sequence");
+        text.row("calibration", &format!("{}, {sequences} of {} tokens", self.shape, self.seq_len));
+        let [peak, planned] = [self.peak, self.planned].map(human_bytes);
+        text.row("memory", &format!("{peak} at most, {planned} planned"));
+        let rate = self.operations_per_second / 1e12;
+        let pace = format!(
+            "{:.3} s a sequence, {:.0} tokens/s, {rate:.0} TFLOP/s",
+            self.seconds_per_sequence, self.tokens_per_second
+        );
+        text.row("time", &pace);
+        let over = format!(
+            "{:.2} x the sustained product's time, {:.2} x the short one's",
+            self.over_floor.sustained, self.over_floor.short
+        );
+        text.row("floor", &over);
+        let _ = writeln!(text.0, "\n{:<24} {:>10}", "sequence", "s");
+        for SequenceRow { sequence, seconds } in &self.rows {
+            let _ = writeln!(text.0, "{sequence:<24} {seconds:>10.4}");
+        }
+        let _ = writeln!(text.0, "\n{:<24} {:>10}", "stage", "s");
+        for StageRow { stage, seconds } in &self.stages {
+            let _ = writeln!(text.0, "{stage:<24} {seconds:>10.4}");
+        }
+        text.0
+    }
+}
+
+impl Report for BenchKernelsReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("device", &self.device);
+        text.ceilings(&self.ceilings);
+        text.row("layer", &format!("{}, {} tokens", self.shape, self.seq_len));
+        let _ = writeln!(
+            text.0,
+            "\n{:<36} {:>10} {:>10} {:>8} {:>10} {:>7}",
+            "kernel", "ms", "TFLOP/s", "TB/s", "floor, ms", "ratio"
+        );
+        for row in &self.rows {
+            let KernelRow { kernel, seconds, operations_per_second, bytes_per_second, floor_seconds, ratio } = row;
+            let _ = writeln!(
+                text.0,
+                "{kernel:<36} {:>10.3} {:>10.1} {:>8.2} {:>10.3} {ratio:>7.2}",
+                seconds * 1e3,
+                operations_per_second / 1e12,
+                bytes_per_second / 1e12,
+                floor_seconds * 1e3
+            );
+        }
+        text.0
+    }
+}
+
 /// The text being written. Writing into a String cannot fail, so its results are dropped.
 #[derive(Default)]
 struct Lines(String);
@@ -294,6 +353,14 @@ impl Lines {
         for line in describe_allotment(allotment) {
             let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
         }
+    }
+
+    fn ceilings(&mut self, ceilings: &CeilingsReport) {
+        let CeilingsReport { matmul_short, matmul_sustained, copy } = *ceilings;
+        let product =
+            format!("{:.0} TFLOP/s in short runs, {:.0} sustained", matmul_short / 1e12, matmul_sustained / 1e12);
+        self.row("product", &format!("{product} (bf16, 8192³)"));
+        self.row("copy", &format!("{:.2} TB/s, read and written", copy / 1e12));
     }
 
     fn device(&mut self, device: &DeviceReport) {

@@ -17,6 +17,7 @@ use wush_model::spec::{LayerSpec, ModelSpec};
 use wush_stats::{STATS_VERSION, Statistics, StatsInfo};
 
 use crate::backend::Gpu;
+use crate::bench::LayerShape;
 use crate::device::Device;
 use crate::error::GpuError;
 use crate::plan::GpuMemory;
@@ -200,6 +201,12 @@ impl ModelShape {
     /// The shape of this name.
     pub fn named(name: &str) -> Option<&'static Self> {
         SHAPES.iter().find(|shape| shape.name == name)
+    }
+
+    /// One of its layers.
+    pub fn layer(&self) -> LayerShape {
+        let Self { hidden, n_heads, n_kv_heads, head_dim, intermediate, .. } = *self;
+        LayerShape { hidden, n_heads, n_kv_heads, head_dim, intermediate }
     }
 
     fn config(&self, seq_len: usize) -> Value {
