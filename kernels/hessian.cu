@@ -16,9 +16,9 @@
 //   hessian_slopes   outputs, mean, coupling -> -g and e            as hessian_energies; shared memory 256 · IMAGE_THREADS bytes
 //   hessian_pairs    q, k, v, lse, f, -g, e -> c and sums of w      grid (padded / COLUMNS, n_kv_heads), block 32 · WARPS,
 //                    shared memory below
-//   hessian_key      q, c -> key_hessian += 2 scale² Σ …            grid (ceil(HEAD_DIM / 32)², n_kv_heads), block 256,
+//   hessian_key      q, c -> key_hessian += 2 scale² Σ …            grid (ceil(HEAD_DIM / 32)², n_kv_heads), block 1024,
 //                    shared memory 8448 · (GROUP + 2) + 256 · PAIRS bytes
-//   hessian_value    w, coupling -> value_hessian += 2 Σ …          grid (n_kv_heads), block 256
+//   hessian_value    w, coupling -> value_hessian += 2 Σ …          grid (n_kv_heads, any), block 1024
 // Shapes. q, k, v: bf16 as in `attention_mma.cu` (strides in elements, multiples of 8). coupling: f32 `[n_kv_heads, GROUP d, GROUP d]`.
 // padded: n_tokens rounded up to 32. energies f and offsets e: f32 `[n_kv_heads, PAIRS, padded]`; slopes -g: bf16
 // `[n_kv_heads, PAIRS, 2, padded, d]`, high and low parts; c: f32 `[n_kv_heads, PAIRS, padded]`; overlaps: f32
@@ -32,7 +32,7 @@
 // Numbers. q, k and v are bf16 exactly, so scores are f32 sums of exact products: p has a relative error of 2^-23 max|score| (base 2),
 // 1e-5 at scores of 100. -g is split in two bf16, so g · v has 2^-17 |g| |v| at most, and less by sqrt(d) for errors of random sign; f, e,
 // c and w are f32. With κ = |v| / |v - o| where the probabilities lie, c's relative error is at most about 2^-17 κ + 2^-22 max|score|.
-// Sums over t: f32 over 64 positions, f64 beyond. Fixed orders throughout: the same bits from run to run.
+// Sums over t: f32 over 16 positions of a group's heads, f64 beyond. Fixed orders throughout: the same bits from run to run.
 // Oracle: Eq. 56 and Eq. 60 as written, in f64. Tolerance 5e-5 of the Hessian's norm (8e-6 seen).
 // Floor: for each pair (t, s <= t) and KV head, 2 HEAD_DIM (GROUP + 2 PAIRS) operations at the rate of `mma.sync`. Seen on an H200 for 32/8
 //   heads of 128: 5.2 ms at 4096 tokens, attention included (hessian_pairs 1.8, at 231 of 630 TFLOP/s), 158 ms at 32768.
@@ -160,8 +160,13 @@ hessian_slopes(const float* outputs, const float* mean, const float* coupling, u
         add_images(g, couplings + static_cast<u64>(a) * HEAD_DIM * GROUP * HEAD_DIM + b * HEAD_DIM, left, j);
 #pragma unroll
         for (u32 t = 0; t < IMAGE_ROWS; t++) terms[t] = g[t] * right[t][j];
-        // Γ_{a,b} x by columns of Γ_{b,a}, its transpose.
-        add_images(g, couplings + static_cast<u64>(b) * HEAD_DIM * GROUP * HEAD_DIM + a * HEAD_DIM, right, j);
+        // Γ_{a,b} x by columns of Γ_{b,a}, its transpose; Γ_{a,a} is its own.
+        if (a == b) {
+#pragma unroll
+            for (u32 t = 0; t < IMAGE_ROWS; t++) g[t] *= 2.0f;
+        } else {
+            add_images(g, couplings + static_cast<u64>(b) * HEAD_DIM * GROUP * HEAD_DIM + a * HEAD_DIM, right, j);
+        }
         u16 *high = slopes + (2 * pair * padded + first) * HEAD_DIM + j, *low = high + static_cast<u64>(padded) * HEAD_DIM;
 #pragma unroll
         for (u32 t = 0; t < IMAGE_ROWS; t++) {
@@ -180,8 +185,18 @@ hessian_slopes(const float* outputs, const float* mean, const float* coupling, u
 using Tile = float[KEY_TILES][COLUMN_TILES][4];
 using Fragments = u32[KEY_TILES][STEPS][4];
 
+// Four bytes that the kernel does not write, or zeros. Volatile, so that neighbours do not become one load of eight: that would tie
+// registers to pairs which the matrix instruction wants apart, at the price of a copy each time.
+__device__ __forceinline__ u32 load4_or_zero(const u16* from, bool valid) {
+    u32 value;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; @p ld.global.nc.u32 %0, [%1]; }"
+                 : "=&r"(value)
+                 : "l"(from), "r"(static_cast<u32>(valid)));
+    return value;
+}
+
 // A fragments of KEY_ROWS rows from device memory. The contraction runs in another order than the instruction's: lane l takes columns
-// 4 (l % 4) .. + 4 of each step, eight bytes in one load, on both operands. Rows past the end are zeros.
+// 4 (l % 4) .. + 4 of each step, eight neighbouring bytes, on both operands. Rows past the end are zeros.
 __device__ __forceinline__ void load_fragments(Fragments& a, const u16* rows, u32 stride, u32 first, u32 n_rows) {
     const u32 lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
@@ -189,11 +204,11 @@ __device__ __forceinline__ void load_fragments(Fragments& a, const u16* rows, u3
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const u32 row = first + i * 16 + half * 8 + lane / 4;
-            const uint2* from = reinterpret_cast<const uint2*>(rows + static_cast<u64>(row) * stride + lane % 4 * 4);
+            const u16* from = rows + static_cast<u64>(row) * stride + lane % 4 * 4;
 #pragma unroll
             for (u32 step = 0; step < STEPS; step++) {
-                const uint2 part = row < n_rows ? from[step * 4] : make_uint2(0, 0);
-                a[i][step][half] = part.x, a[i][step][half + 2] = part.y;
+                a[i][step][half] = load4_or_zero(from + step * 16, row < n_rows);
+                a[i][step][half + 2] = load4_or_zero(from + step * 16 + 2, row < n_rows);
             }
         }
 }
@@ -267,7 +282,9 @@ struct Sums {
         for (u32 pair = 0; pair < PAIRS; pair++) {
             w[pair] = 0.0f;
 #pragma unroll
-            for (u32 n = 0; n < 2 * COLUMN_TILES; n++) c[pair][n] = 0.0f;
+            for (u32 n = 0; n < 2 * COLUMN_TILES; n++) {
+                c[pair][n] = 0.0f;
+            }
         }
     }
 
@@ -458,10 +475,15 @@ hessian_pairs(const u16* q, const u16* k, const u16* v, const float* lse, const 
 
 // ---- the sums over positions ---------------------------------------------------------------------------------------------
 
-constexpr u32 GRAM_SIDE = 32;    // of a block's part of the Hessian
-constexpr u32 GRAM_COLUMNS = 64; // positions summed in f32
-constexpr u32 GRAM_THREADS = 256;
+constexpr u32 GRAM_SIDE = 32;     // of a block's part of the Hessian
+constexpr u32 GRAM_COLUMNS = 64;  // positions at once
+constexpr u32 GRAM_THREADS = 1024;
+constexpr u32 TEAM = 256;         // threads that cover the part; each team takes some of the positions
+constexpr u32 TEAMS = GRAM_THREADS / TEAM;
+constexpr u32 TEAM_COLUMNS = GRAM_COLUMNS / TEAMS;
 using GramRows = float[GRAM_COLUMNS][GRAM_SIDE + 1];
+using GramParts = double[TEAMS - 1][TEAM][4];
+static_assert(sizeof(GramParts) <= (GROUP + 2) * sizeof(GramRows), "the teams' sums lie over the rows");
 
 // Columns `first_dim` .. + 32 of a head's queries from position `first` on; zeros past either end.
 __device__ __forceinline__ void load_queries(GramRows& to, const u16* q, u32 stride, u32 first, u32 n_tokens, u32 first_dim) {
@@ -482,27 +504,41 @@ __device__ __forceinline__ void mix(GramRows& mixed, const GramRows (&q)[GROUP],
     }
 }
 
-// sums += Σ_t x[t][i] y[t][j] for rows i, i + 16 and columns j, j + 16 of this thread.
-__device__ __forceinline__ void add_outer(float (&sums)[2][2], const GramRows& x, const GramRows& y, u32 i, u32 j) {
-#pragma unroll 8
-    for (u32 t = 0; t < GRAM_COLUMNS; t++) {
+// sums += Σ_t x[t][i] y[t][j] for rows i, i + 16 and columns j, j + 16 of this thread, over positions from `first` on.
+__device__ __forceinline__ void add_outer(float (&sums)[4], const GramRows& x, const GramRows& y, u32 first, u32 i, u32 j) {
+#pragma unroll
+    for (u32 t = first; t < first + TEAM_COLUMNS; t++) {
         const float x0 = x[t][i], x1 = x[t][i + 16], y0 = y[t][j], y1 = y[t][j + 16];
-        sums[0][0] = fmaf(x0, y0, sums[0][0]), sums[0][1] = fmaf(x0, y1, sums[0][1]);
-        sums[1][0] = fmaf(x1, y0, sums[1][0]), sums[1][1] = fmaf(x1, y1, sums[1][1]);
+        sums[0] = fmaf(x0, y0, sums[0]), sums[1] = fmaf(x0, y1, sums[1]);
+        sums[2] = fmaf(x1, y0, sums[2]), sums[3] = fmaf(x1, y1, sums[3]);
     }
+}
+
+// The teams' sums, in their order, in the first team.
+__device__ __forceinline__ void add_teams(double (&totals)[4], GramParts& parts) {
+    const u32 team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
+    __syncthreads(); // the rows have been read
+#pragma unroll
+    for (u32 at = 0; at < 4 && team > 0; at++) parts[team - 1][thread][at] = totals[at];
+    __syncthreads();
+#pragma unroll
+    for (u32 other = 0; other < TEAMS - 1; other++)
+#pragma unroll
+        for (u32 at = 0; at < 4; at++) totals[at] += parts[other][thread][at];
 }
 
 extern "C" __global__ void __launch_bounds__(GRAM_THREADS)
 hessian_key(const u16* q, const float* c, double* key_hessian, u32 n_tokens, u32 padded, u32 q_stride, float scale) {
     extern __shared__ __align__(16) float shared[];
-    auto& right = *reinterpret_cast<GramRows(*)[GROUP]>(shared);
-    GramRows &left = reinterpret_cast<GramRows*>(shared)[GROUP], &mixed = reinterpret_cast<GramRows*>(shared)[GROUP + 1];
-    auto& weights = *reinterpret_cast<float(*)[PAIRS][GRAM_COLUMNS]>(&reinterpret_cast<GramRows*>(shared)[GROUP + 2]);
+    GramRows* const rows = reinterpret_cast<GramRows*>(shared);
+    auto& right = *reinterpret_cast<GramRows(*)[GROUP]>(rows);
+    GramRows &left = rows[GROUP], &mixed = rows[GROUP + 1];
+    auto& weights = *reinterpret_cast<float(*)[PAIRS][GRAM_COLUMNS]>(rows + GROUP + 2);
     constexpr u32 PARTS = ceil_div(HEAD_DIM, GRAM_SIDE);
     const u32 head = blockIdx.y, first_i = blockIdx.x / PARTS * GRAM_SIDE, first_j = blockIdx.x % PARTS * GRAM_SIDE;
-    const u32 i = threadIdx.x / 16, j = threadIdx.x % 16;
+    const u32 team = threadIdx.x / TEAM, i = threadIdx.x % TEAM / 16, j = threadIdx.x % 16;
     const u16* queries = q + static_cast<u64>(head) * GROUP * HEAD_DIM;
-    double totals[2][2] = {};
+    double totals[4] = {};
     for (u32 first = 0; first < n_tokens; first += GRAM_COLUMNS) {
         __syncthreads();
         for (u32 b = 0; b < GROUP; b++) load_queries(right[b], queries + b * HEAD_DIM, q_stride, first, n_tokens, first_j);
@@ -510,22 +546,23 @@ hessian_key(const u16* q, const float* c, double* key_hessian, u32 n_tokens, u32
             const u32 t = first + at % GRAM_COLUMNS;
             (&weights[0][0])[at] = t < n_tokens ? c[(static_cast<u64>(head) * PAIRS + at / GRAM_COLUMNS) * padded + t] : 0.0f;
         }
+        float sums[4] = {};
         for (u32 a = 0; a < GROUP; a++) {
             __syncthreads();
             load_queries(left, queries + a * HEAD_DIM, q_stride, first, n_tokens, first_i);
             mix(mixed, right, weights, a);
             __syncthreads();
-            float sums[2][2] = {};
-            add_outer(sums, left, mixed, i, j);
-#pragma unroll
-            for (u32 at = 0; at < 4; at++) totals[at / 2][at % 2] += static_cast<double>(sums[at / 2][at % 2]);
+            add_outer(sums, left, mixed, team * TEAM_COLUMNS, i, j);
         }
+#pragma unroll
+        for (u32 at = 0; at < 4; at++) totals[at] += static_cast<double>(sums[at]);
     }
+    add_teams(totals, *reinterpret_cast<GramParts*>(shared));
     const double factor = 2.0 * static_cast<double>(scale) * static_cast<double>(scale);
 #pragma unroll
-    for (u32 at = 0; at < 4; at++) {
+    for (u32 at = 0; at < 4 && team == 0; at++) {
         const u32 row = first_i + i + at / 2 * 16, column = first_j + j + at % 2 * 16;
-        if (row < HEAD_DIM && column < HEAD_DIM) key_hessian[(static_cast<u64>(head) * HEAD_DIM + row) * HEAD_DIM + column] += factor * totals[at / 2][at % 2];
+        if (row < HEAD_DIM && column < HEAD_DIM) key_hessian[(static_cast<u64>(head) * HEAD_DIM + row) * HEAD_DIM + column] += factor * totals[at];
     }
 }
 
@@ -545,7 +582,7 @@ hessian_value(const float* overlaps, const float* coupling, double* value_hessia
         __syncthreads();
     }
     const float* couplings = coupling + static_cast<u64>(head) * GROUP * HEAD_DIM * GROUP * HEAD_DIM;
-    for (u32 at = threadIdx.x; at < HEAD_DIM * HEAD_DIM; at += GRAM_THREADS) {
+    for (u32 at = blockIdx.y * GRAM_THREADS + threadIdx.x; at < HEAD_DIM * HEAD_DIM; at += gridDim.y * GRAM_THREADS) {
         const u32 i = at / HEAD_DIM, j = at % HEAD_DIM;
         double sum = 0.0;
         for (u32 a = 0; a < GROUP; a++)

@@ -34,7 +34,7 @@ const PADDING: usize = 32;
 /// Rows of values or outputs that a block takes: `IMAGE_ROWS`.
 const IMAGE_ROWS: u32 = 32;
 /// Threads of the sums over positions: `GRAM_THREADS`.
-const GRAM_THREADS: u32 = 256;
+const GRAM_THREADS: u32 = 1024;
 /// Side of a block's part of a Hessian, and positions at once: `GRAM_SIDE`, `GRAM_COLUMNS`.
 const GRAM: [u32; 2] = [32, 64];
 /// `WARPS` of the pairs' kernel.
@@ -344,7 +344,8 @@ impl Run<'_> {
         let args = [queries, c, Arg::from(&*key), n_tokens, padded, q_stride, Arg::from(attention.scale)];
         // SAFETY: attention checked the queries; the Hessians' lengths were checked.
         unsafe { self.device.launch(&*self.kernel("hessian_key")?, geometry, &args) }?;
-        let geometry = Geometry { grid: [n_heads, 1, 1], block: [GRAM_THREADS, 1, 1], shared_bytes: 0 };
+        let n_parts = (dim * dim).div_ceil(GRAM_THREADS);
+        let geometry = Geometry { grid: [n_heads, n_parts, 1], block: [GRAM_THREADS, 1, 1], shared_bytes: 0 };
         let (overlaps, couplings) = (Arg::from(&scratch.overlaps), Arg::from(self.inputs.couplings));
         // SAFETY: as above, with the couplings.
         unsafe {
