@@ -35,7 +35,7 @@
 // Sums over t: f32 over 16 positions of a group's heads, f64 beyond. Fixed orders throughout: the same bits from run to run.
 // Oracle: Eq. 56 and Eq. 60 as written, in f64. Tolerance 5e-5 of the Hessian's norm (8e-6 seen).
 // Floor: for each pair (t, s <= t) and KV head, 2 HEAD_DIM (GROUP + 2 PAIRS) operations at the rate of `mma.sync`. Seen on an H200 for 32/8
-//   heads of 128: 5.2 ms at 4096 tokens, attention included (hessian_pairs 1.8, at 231 of 630 TFLOP/s), 158 ms at 32768.
+//   heads of 128: 4.4 ms at 4096 tokens, attention included (hessian_pairs 1.46, at 283 of 630 TFLOP/s), 130 ms at 32768.
 #include "common.cuh"
 
 #ifndef SOFTCAP

@@ -20,11 +20,12 @@ const COMMANDS: &[&str] = &[
     "generate",
     "demo",
     "doctor",
+    "bench",
     "schema",
 ];
 
 /// Commands of commands, on the page as well.
-const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"], ["eval", "recon"]];
+const SUBCOMMANDS: &[[&str; 2]] = &[["eval", "ppl"], ["eval", "recon"], ["bench", "kernels"], ["bench", "calibrate"]];
 
 /// With `WUSH_UPDATE=1` in the environment, generated files are rewritten instead of compared.
 fn assert_same_or_update(path: &str, generated: &str) {
@@ -82,6 +83,21 @@ fn every_command_is_on_the_page() {
     let listed: Vec<_> =
         listed.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help").collect();
     assert_eq!(listed, COMMANDS);
+}
+
+/// There is no sense in measuring the CPU in a GPU's place.
+#[test]
+fn a_benchmark_of_a_gpu_needs_one() {
+    let scratch = Scratch::new();
+    for of in ["kernels", "calibrate"] {
+        let on_cpu = wush(&scratch).run(&["bench", of, "--device", "cpu"]);
+        assert_eq!(on_cpu.code, Some(2), "{on_cpu:?}");
+        assert!(on_cpu.stderr.contains("--device: expected one GPU: cuda or cuda:N, found cpu"), "{on_cpu:?}");
+        let none = wush(&scratch).run(&["bench", of, "--device", "cpu", "--seq-len", "0"]);
+        assert!(none.stderr.contains("--seq-len: expected at least 1, found 0"), "{none:?}");
+        let unknown = wush(&scratch).run(&["bench", of, "--shape", "other"]);
+        assert!(unknown.stderr.contains("qwen3-8b"), "the shapes are listed: {unknown:?}");
+    }
 }
 
 #[test]
