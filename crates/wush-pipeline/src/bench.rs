@@ -202,7 +202,7 @@ pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -
     let (info, device) = gpu(&request.device)?;
     let ceilings = bench::ceilings(&device).map_err(PipelineError::Gpu)?;
     env.monitor.note(&format!("ceilings   {}", describe(&ceilings)));
-    let folder = tempfile::tempdir().map_err(|e| FormatError::io(&std::env::temp_dir(), "create a folder in", e))?;
+    let folder = tempfile::tempdir().map_err(|e| FormatError::io(std::env::temp_dir(), "create a folder in", e))?;
     let n = (request.sequences, request.seq_len);
     let done = calibrate::calibrate(&device, shape, n, folder.path()).map_err(|e| failed(e, folder.path()))?;
     let seconds = done.seconds();
