@@ -13,6 +13,7 @@ use half::bf16;
 use crate::buffer::{Element, ViewMut};
 use crate::device::Device;
 use crate::error::{GpuError, Result};
+use crate::launch::Arg;
 use crate::matmul::{MatmulElement, Matrix};
 
 /// `out[t, n] = Σ_s p[t, s] v[s, n / G]` with `p[t, ·] = softmax_s(cap(scale · q[t, n] · k[s, n / G]))` over the keys
@@ -96,6 +97,23 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The last arguments of the kernels that take plain pointers, from the number of tokens on; `uncapped` stands for no softcap.
+    fn args<T: Element>(&self, attention: &Attention<'_, T>, uncapped: f32) -> [Arg; 10] {
+        let [q, k, v] = self.strides.map(Arg::from);
+        [
+            self.n_tokens.into(),
+            self.n_heads.into(),
+            (self.n_heads / self.group).into(),
+            q,
+            k,
+            v,
+            self.out_stride.into(),
+            attention.scale.into(),
+            attention.softcap.unwrap_or(uncapped).into(),
+            self.window.into(),
+        ]
+    }
+
     /// Blocks of a kernel whose blocks take `rows` rows of one head, by KV head: `[x, y]` of its grid.
     fn grid(&self, rows: u32) -> Result<[u32; 3]> {
         let n_blocks = u64::from(self.n_tokens.div_ceil(rows)) * u64::from(self.group);
@@ -132,6 +150,11 @@ impl Device {
 }
 
 impl<T: Element> Attention<'_, T> {
+    /// The first arguments of the same kernels.
+    fn operands(&self) -> [Arg; 3] {
+        [self.q, self.k, self.v].map(|operand| Arg::from(operand.view))
+    }
+
     /// The shape of a call, once everything is checked.
     pub(crate) fn shape<O: Element>(&self, out: &ViewMut<'_, O>, stride: usize) -> Result<Shape> {
         let (n_tokens, head_dim) = (self.q.n_rows, self.head_dim);

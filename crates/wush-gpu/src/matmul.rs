@@ -69,7 +69,7 @@ impl<'a, T: Element> Matrix<'a, T> {
 }
 
 /// Elements from the first to the last of a matrix.
-fn span(n_rows: usize, width: usize, stride: usize) -> usize {
+pub(crate) fn span(n_rows: usize, width: usize, stride: usize) -> usize {
     if n_rows == 0 { 0 } else { (n_rows - 1).saturating_mul(stride).saturating_add(width) }
 }
 
@@ -172,7 +172,7 @@ fn alignment(addresses: [u64; 4]) -> u32 {
     1 << together.trailing_zeros().min(4)
 }
 
-fn long_enough(what: &'static str, expected: usize, found: usize) -> Result<()> {
+pub(crate) fn long_enough(what: &'static str, expected: usize, found: usize) -> Result<()> {
     if found >= expected { Ok(()) } else { Err(GpuError::Length { what, expected, found }) }
 }
 

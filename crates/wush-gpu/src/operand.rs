@@ -5,7 +5,8 @@ use half::bf16;
 use crate::buffer::{Element, ViewMut};
 use crate::error::{GpuError, Result};
 use crate::launch::Geometry;
-use crate::matmul::{MatmulElement, Matrix};
+pub(crate) use crate::matmul::long_enough;
+use crate::matmul::{MatmulElement, Matrix, span};
 
 /// Bytes that a thread reads or writes at once: rows and addresses are multiples of so many.
 const VECTOR_BYTES: usize = 16;
@@ -83,11 +84,6 @@ pub(crate) fn check<T: Activation>(what: &'static str, matrix: Matrix<'_, T>) ->
     long_enough(what, span(n_rows, width, stride), view.len())
 }
 
-/// Elements from the first to the last of a matrix.
-fn span(n_rows: usize, width: usize, stride: usize) -> usize {
-    if n_rows == 0 { 0 } else { (n_rows - 1).saturating_mul(stride).saturating_add(width) }
-}
-
 /// Fails unless an address is one of whole vectors.
 pub(crate) fn aligned(what: &'static str, address: u64) -> Result<()> {
     if address.is_multiple_of(VECTOR_BYTES as u64) {
@@ -95,10 +91,6 @@ pub(crate) fn aligned(what: &'static str, address: u64) -> Result<()> {
     }
     let found = (address % VECTOR_BYTES as u64) as usize;
     Err(GpuError::Layout { what, expected: format!("an address that is a multiple of {VECTOR_BYTES}"), found })
-}
-
-pub(crate) fn long_enough(what: &'static str, expected: usize, found: usize) -> Result<()> {
-    if found >= expected { Ok(()) } else { Err(GpuError::Length { what, expected, found }) }
 }
 
 /// A size as kernels take it; a grid's first axis reaches as far.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::device::Device;
 use crate::error::{GpuError, Result};
-use crate::matmul::Matrix;
+use crate::matmul::{Matrix, span};
 use crate::operand::{Activation, MatrixMut};
 use crate::rope::Rotation;
 
@@ -52,8 +52,7 @@ impl<T: Activation> Tensor<T> {
 
     /// Elements from the first to the last.
     fn span(&self) -> std::ops::Range<usize> {
-        let len = if self.n_rows == 0 { 0 } else { (self.n_rows - 1) * self.stride + self.width };
-        self.offset..self.offset + len
+        self.offset..self.offset + span(self.n_rows, self.width, self.stride)
     }
 
     /// To be read.
@@ -87,7 +86,7 @@ impl<T: Activation> Tensor<T> {
     pub fn rows_mut(&mut self, rows: std::ops::Range<usize>) -> MatrixMut<'_, T> {
         let (stride, width) = (self.stride, self.width);
         let start = self.offset + rows.start * stride;
-        let len = if rows.is_empty() { 0 } else { (rows.len() - 1) * stride + width };
+        let len = span(rows.len(), width, stride);
         assert!(rows.end <= self.n_rows, "{rows:?} of {} rows", self.n_rows);
         // SAFETY: as in `matrix_mut`.
         let view = unsafe { self.buffer.view_mut_shared(start..start + len) };

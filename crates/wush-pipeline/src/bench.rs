@@ -3,12 +3,10 @@
 //! Enters: the shape of a model. Leaves: the card's ceilings, measured in the same run, and what each kernel took beside the least that it
 //! could. No checkpoint is read.
 
-use std::path::Path;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::FormatError;
-use wush_gpu::bench::calibrate::{self, BenchError, ModelShape, SHAPES};
+use wush_gpu::bench::calibrate::{self, ModelShape, SHAPES};
 use wush_gpu::bench::{self, Ceilings, Timing};
 use wush_gpu::{Device as Gpu, DeviceInfo};
 
@@ -203,8 +201,9 @@ pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -
     let ceilings = bench::ceilings(&device).map_err(PipelineError::Gpu)?;
     env.monitor.note(&format!("ceilings   {}", describe(&ceilings)));
     let folder = tempfile::tempdir().map_err(|e| FormatError::io(std::env::temp_dir(), "create a folder in", e))?;
-    let n = (request.sequences, request.seq_len);
-    let done = calibrate::calibrate(&device, shape, n, folder.path()).map_err(|e| failed(e, folder.path()))?;
+    let stand_in = folder.path();
+    shape.write(stand_in, request.seq_len).map_err(|e| FormatError::io(stand_in, "write", e))?;
+    let done = calibrate::calibrate(&device, shape, (request.sequences, request.seq_len), stand_in)?;
     let seconds = done.seconds();
     let operations: f64 = done.operations.iter().sum();
     let mut stages: Vec<StageRow> =
@@ -227,15 +226,6 @@ pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -
         rows: (1..).zip(&done.sequences).map(|(sequence, &seconds)| SequenceRow { sequence, seconds }).collect(),
         stages,
     })
-}
-
-fn failed(error: BenchError, folder: &Path) -> PipelineError {
-    match error {
-        BenchError::Files(source) => FormatError::io(folder, "write", source).into(),
-        BenchError::Model(source) => source.into(),
-        BenchError::Gpu(source) => PipelineError::Gpu(source),
-        other => FormatError::io(folder, "use", std::io::Error::other(other)).into(),
-    }
 }
 
 fn at_least_1(option: &'static str, n: usize) -> Result<()> {

@@ -12,7 +12,8 @@ use wush_format::bundle::{
 };
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{
-    Basis, Calibration, Equivalence, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Sensitivity, Source, Status,
+    Basis, Calibration, Equivalence, FOLDED_VALUES, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Sensitivity,
+    Source, Status,
 };
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_model::arch::{self, RopeScaling};
@@ -28,9 +29,6 @@ use crate::request::Environment;
 use crate::sensitivity::measure;
 use crate::verify::{Check, Side, verify};
 use crate::{PipelineError, Result};
-
-/// What [`Basis::kind`] says of a bundle.
-const FOLDED_VALUES: &str = "folded-values";
 
 /// Builds the bundle of `plan` from `transforms` and puts it in place: under the planned name when the equivalence check
 /// passed or was skipped, else under that name with `.failed`.

@@ -46,22 +46,7 @@ pub(super) fn launch(
     let kernel = device.kernel(&FILE, FILE.name, &[("HEAD_DIM", head_dim.to_string())])?;
     let geometry =
         Geometry { grid: shape.grid(block(head_dim))?, block: [THREADS, 1, 1], shared_bytes: shared_bytes(head_dim) };
-    let args = [
-        Arg::from(attention.q.view),
-        Arg::from(attention.k.view),
-        Arg::from(attention.v.view),
-        Arg::from(&*out),
-        Arg::from(shape.n_tokens),
-        Arg::from(shape.n_heads),
-        Arg::from(shape.n_heads / shape.group),
-        Arg::from(shape.strides[0]),
-        Arg::from(shape.strides[1]),
-        Arg::from(shape.strides[2]),
-        Arg::from(shape.out_stride),
-        Arg::from(attention.scale),
-        Arg::from(attention.softcap.unwrap_or(0.0)),
-        Arg::from(shape.window),
-    ];
+    let args = [&attention.operands()[..], &[Arg::from(&*out)], &shape.args(attention, 0.0)].concat();
     // SAFETY: every row of the operands holds its heads' width, and rows beyond the last are neither read nor written:
     // `Attention::shape` checked lengths, strides and alignment.
     unsafe { device.launch(&kernel, geometry, &args) }

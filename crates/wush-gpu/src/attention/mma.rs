@@ -149,23 +149,7 @@ fn begin(
     let kernel = device.kernel(&FILE, FILE.name, &tiling.macros(attention.softcap.is_some(), exact))?;
     let geometry =
         Geometry { grid: shape.grid(tiling.rows())?, block: [32 * WARPS, 1, 1], shared_bytes: tiling.shared_bytes() };
-    let args = [
-        Arg::from(attention.q.view),
-        Arg::from(attention.k.view),
-        Arg::from(attention.v.view),
-        results[0],
-        results[1],
-        Arg::from(shape.n_tokens),
-        Arg::from(shape.n_heads),
-        Arg::from(shape.n_heads / shape.group),
-        Arg::from(shape.strides[0]),
-        Arg::from(shape.strides[1]),
-        Arg::from(shape.strides[2]),
-        Arg::from(shape.out_stride),
-        Arg::from(attention.scale),
-        Arg::from(attention.softcap.unwrap_or(1.0)),
-        Arg::from(shape.window),
-    ];
+    let args = [&attention.operands()[..], &results, &shape.args(attention, 1.0)].concat();
     // SAFETY: every row of the operands holds its heads' width, and rows beyond the last are neither read nor written: `Attention::shape`
     // checked lengths, strides and alignment; the exact build's sums are as many as there are heads and tokens.
     unsafe { device.launch(&kernel, geometry, &args) }

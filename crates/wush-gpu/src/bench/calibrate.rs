@@ -11,15 +11,14 @@ use serde_json::{Value, json};
 use wush_checkpoint::Checkpoint;
 use wush_format::hash::Sha;
 use wush_format::monitor::Quiet;
-use wush_model::arch;
 use wush_model::decoder::Decoder;
 use wush_model::spec::{LayerSpec, ModelSpec};
+use wush_model::{Result, arch};
 use wush_stats::{STATS_VERSION, Statistics, StatsInfo};
 
 use crate::backend::Gpu;
 use crate::bench::LayerShape;
 use crate::device::Device;
-use crate::error::GpuError;
 use crate::plan::GpuMemory;
 use crate::statistics::RunningSums;
 
@@ -119,34 +118,17 @@ impl Calibration {
     }
 }
 
-/// Why a benchmark could not run.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum BenchError {
-    /// The stand-in for a checkpoint could not be written.
-    #[error("the benchmark's files: {0}")]
-    Files(#[from] io::Error),
-    /// The forward pass failed.
-    #[error(transparent)]
-    Model(#[from] wush_model::ModelError),
-    /// The device failed.
-    #[error(transparent)]
-    Gpu(#[from] GpuError),
-}
-
-/// Calibrates `shape` on `n_sequences` random sequences of `seq_len` tokens. `folder` is where a stand-in for its checkpoint is
-/// written: headers and holes.
+/// Calibrates `shape` on `n_sequences` random sequences of `seq_len` tokens; `folder` is where [`ModelShape::write`] was.
 ///
 /// # Errors
-/// `Files`, `Model`, `Gpu`.
+/// Those of the forward pass, the device's among them.
 pub fn calibrate(
     device: &Device,
     shape: &ModelShape,
     (n_sequences, seq_len): (usize, usize),
     folder: &Path,
-) -> Result<Calibration, BenchError> {
-    shape.write(folder, seq_len)?;
-    let checkpoint = Checkpoint::open(folder).map_err(wush_model::ModelError::from)?;
+) -> Result<Calibration> {
+    let checkpoint = Checkpoint::open(folder)?;
     let spec = arch::resolve(&checkpoint, None)?;
     let gpu = Gpu::<bf16>::drawing(device.clone());
     let decoder = Decoder::new(&checkpoint, &spec, &gpu).keeping_weights();
@@ -270,7 +252,10 @@ impl ModelShape {
     }
 
     /// A configuration, and a file of weights that is all header: the system makes holes of the rest, and nothing reads them.
-    fn write(&self, folder: &Path, seq_len: usize) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// What cannot be written.
+    pub fn write(&self, folder: &Path, seq_len: usize) -> io::Result<()> {
         std::fs::write(folder.join("config.json"), self.config(seq_len).to_string())?;
         let (mut header, mut end) = (serde_json::Map::new(), 0u64);
         for (name, shape) in self.tensors() {

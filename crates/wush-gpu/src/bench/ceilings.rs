@@ -33,7 +33,7 @@ pub struct Ceilings {
 /// `OutOfMemory` below 5 GB, `Library` without cuBLASLt, `Blas`, `Driver`.
 pub fn ceilings(device: &Device) -> Result<Ceilings> {
     let copy = copy(device)?;
-    let [x, weight] = [1, 2].map(|seed| random(device, seed, SIDE * SIDE));
+    let [x, weight] = [1, 2].map(|seed| random::<bf16>(device, seed, SIDE * SIDE));
     let (x, weight, mut y) = (x?, weight?, device.uninit::<bf16>(SIDE * SIDE)?);
     let square = |view| Matrix::packed(view, SIDE, SIDE);
     let product = Matmul { x: square(x.view()), weight: square(weight.view()), bias: None, alpha: 1.0, beta: 0.0 };
@@ -53,7 +53,7 @@ pub fn ceilings(device: &Device) -> Result<Ceilings> {
 }
 
 fn copy(device: &Device) -> Result<f64> {
-    let from = random(device, 3, COPY_BYTES / size_of::<bf16>())?;
+    let from = random::<bf16>(device, 3, COPY_BYTES / size_of::<bf16>())?;
     let mut to = device.uninit::<bf16>(from.len())?;
     let seconds = median(device, LAUNCHES, || device.copy(from.view(), &mut to.view_mut()))?;
     Ok(2.0 * COPY_BYTES as f64 / seconds)

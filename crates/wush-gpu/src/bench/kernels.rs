@@ -3,7 +3,7 @@
 use half::bf16;
 
 use crate::attention::Attention;
-use crate::bench::{Timing, median, random, random_f32};
+use crate::bench::{Timing, median, random};
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::elementwise::{Gate, Table};
@@ -90,7 +90,7 @@ impl<'a> Bench<'a> {
             n_tokens,
             x: random(device, 11, n_tokens * shape.hidden)?,
             qkv: random(device, 12, n_tokens * shape.row())?,
-            weight: random_f32(device, 13, shape.hidden.max(2 * shape.intermediate))?,
+            weight: random::<f32>(device, 13, shape.hidden.max(2 * shape.intermediate))?,
         })
     }
 
@@ -131,7 +131,7 @@ impl<'a> Bench<'a> {
 
     fn product(&self, name: &'static str, from: usize, to: usize) -> Result<Timing> {
         let n = self.n_tokens;
-        let (x, weight) = (random(self.device, 21, n * from)?, random(self.device, 22, from * to)?);
+        let (x, weight) = (random::<bf16>(self.device, 21, n * from)?, random::<bf16>(self.device, 22, from * to)?);
         let mut y = self.device.uninit::<bf16>(n * to)?;
         let product = Matmul {
             x: Matrix::packed(x.view(), n, from),
@@ -184,9 +184,9 @@ impl<'a> Bench<'a> {
         let mut rows = vec![self.time("RMS norm", [0.0, 2.0 * elements(hidden)], || {
             device.rms_norm(self.x(), self.norm(hidden), &mut z.view_mut(), hidden)
         })?];
-        let mut heads = random(device, 31, n * self.shape.row())?;
+        let mut heads = random::<bf16>(device, 31, n * self.shape.row())?;
         let half = n * (head_dim / 2);
-        let [cos, sin] = [32, 33].map(|seed| random_f32(device, seed, half));
+        let [cos, sin] = [32, 33].map(|seed| random::<f32>(device, seed, half));
         let (cos, sin) = (cos?, sin?);
         let what = HeadNormRope {
             head_dim,
@@ -204,7 +204,7 @@ impl<'a> Bench<'a> {
         )?);
         drop(heads);
         rows.push(self.gate(intermediate, elements(3 * intermediate))?);
-        let table = random(device, 34, VOCABULARY * hidden)?;
+        let table = random::<bf16>(device, 34, VOCABULARY * hidden)?;
         let ids: Vec<u32> = (0..n).map(|at| (at * 7919 % VOCABULARY) as u32).collect();
         let ids = device.upload(&ids)?;
         rows.push(self.time("embedding", [0.0, 2.0 * elements(hidden)], || {
@@ -214,7 +214,7 @@ impl<'a> Bench<'a> {
     }
 
     fn gate(&self, intermediate: usize, bytes: f64) -> Result<Timing> {
-        let gated = random(self.device, 35, 2 * self.n_tokens * intermediate)?;
+        let gated = random::<bf16>(self.device, 35, 2 * self.n_tokens * intermediate)?;
         let mut out = self.device.uninit::<bf16>(self.n_tokens * intermediate)?;
         let gated = Matrix::packed(gated.view(), self.n_tokens, 2 * intermediate);
         self.time("SwiGLU", [0.0, bytes], || self.device.gate(gated, Gate::Silu, &mut out.view_mut()))
@@ -252,7 +252,7 @@ impl<'a> Bench<'a> {
         let LayerShape { n_kv_heads, head_dim, n_heads, .. } = *self.shape;
         let (device, n) = (self.device, self.n_tokens.min(HESSIAN_TOKENS));
         let group = n_heads / n_kv_heads;
-        let couplings = random_f32(device, 41, n_kv_heads * (group * head_dim).pow(2))?;
+        let couplings = random::<f32>(device, 41, n_kv_heads * (group * head_dim).pow(2))?;
         let square = n_kv_heads * head_dim * head_dim;
         let (mut key, mut value) = (device.filled::<f64>(square, 0)?, device.filled::<f64>(square, 0)?);
         let inputs = HessianInputs { attention: self.attention_of(n), couplings: couplings.view() };
