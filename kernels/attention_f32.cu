@@ -3,14 +3,19 @@
 // out[t, n] = Σ_s p[t, s] v[s, n / G],   p[t, ·] = softmax over the keys s with t - window < s <= t of cap(scale · q[t, n] · k[s, n / G])
 // (Eq. 2), where G = n_heads / n_kv_heads and cap(x) = softcap · tanh(x / softcap), or x where softcap is 0.
 //
+// attention_f32_windowed is the same over a cache that holds some tokens quantized (Algorithm 2): query t reads keys and values
+//   [start, end) of kq and vq, ranges[t] = (start, end), and all others of k and v. A tile that queries read from both is multiplied
+//   twice.
+//
 // Arguments. q `[n_tokens, n_heads HEAD_DIM]`, k and v `[n_tokens, n_kv_heads HEAD_DIM]`, out as q: f32, rows `*_stride` elements apart
 // (a multiple of 4; the tensors begin at multiples of 16 bytes). window: keys that a query reads, itself counted; 0 reads all before it.
-// Any n_tokens >= 1 below 2^31.
+// Any n_tokens >= 1 below 2^31. kq, vq: rows as far apart as those of k and v. ranges `[n_tokens]` pairs of u32, start <= end <= t,
+//   neither less than an earlier token's; (0, 0) for none.
 // Grid (ceil(n_tokens / BLOCK) · G, n_kv_heads), block 256, dynamic shared memory 4 · (2 · BLOCK · (HEAD_DIM + 4) + BLOCK · (BLOCK + 4))
 //   bytes, where BLOCK is 64 up to a head dim of 128 and 32 above: at most 85 KiB. Compute capability 8.0 and later.
 // Macro: HEAD_DIM, a multiple of 8 up to 256.
 //
-// Oracle: attention in f64. Tolerance 1e-5 of the output's norm for scores up to about 50: their f32 rounding is the exponent's error
+// Oracle: attention in f64, over the mixed keys and values. Tolerance 1e-5 of the output's norm for scores up to about 50: their f32 rounding is the exponent's error
 //   (2e-6 seen); 4e-5 for scores up to 300.
 // Floor: 4 · HEAD_DIM operations for each pair (t, s) over the f32 rate (67 TFLOP/s on an H200). Seen there at 4096 tokens: HEAD_DIM 64
 //   29 TFLOP/s, 128 31, 256 21.
@@ -112,8 +117,8 @@ struct Accumulator {
         }
     }
 
-    // Raises the references to the rows' maxima and writes the probabilities to shared memory.
-    __device__ __forceinline__ void weigh(const Tile& scores, float* probabilities, u32 x, u32 y) {
+    // Raises the references to the rows' maxima and makes probabilities of the scores.
+    __device__ __forceinline__ void weigh(Tile& scores) {
 #pragma unroll
         for (u32 i = 0; i < PER_THREAD; i++) {
             float max = scores[i][0];
@@ -128,9 +133,8 @@ struct Accumulator {
                 for (u32 e = 0; e < 4; e++) output[i][c][e] *= factor;
 #pragma unroll
             for (u32 j = 0; j < PER_THREAD; j++) {
-                const float p = exp2f(scores[i][j] - max);
-                sum[i] += p;
-                probabilities[(y + SIDE * i) * SCORE_PITCH + x + SIDE * j] = p;
+                scores[i][j] = exp2f(scores[i][j] - max);
+                sum[i] += scores[i][j];
             }
         }
     }
@@ -177,33 +181,112 @@ struct Accumulator {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-attention_f32(const float* q, const float* k, const float* v, float* out, u32 n_tokens, u32 n_heads, u32 n_kv_heads, u32 q_stride,
-              u32 k_stride, u32 v_stride, u32 out_stride, float scale, float softcap, u32 window) {
+// What is told of a call beside its operands.
+struct Shape {
+    u32 n_tokens, n_heads, n_kv_heads, q_stride, k_stride, v_stride, out_stride;
+    float scale, softcap;
+    u32 window;
+};
+
+// Keys and values of one KV head.
+struct KeysValues {
+    const float *k, *v;
+
+    __device__ __forceinline__ KeysValues of_head(u32 head) const {
+        return {k + static_cast<u64>(head) * HEAD_DIM, v + static_cast<u64>(head) * HEAD_DIM};
+    }
+};
+
+// Which keys are quantized for this thread's rows (y + 16 i), and for all and any of the block's.
+struct Quantized {
+    uint2 rows[PER_THREAD];
+    uint2 all, any;
+
+    __device__ __forceinline__ void load(const uint2* ranges, u32 first, u32 y, u32 n_tokens) {
+#pragma unroll
+        for (u32 i = 0; i < PER_THREAD; i++) rows[i] = ranges[min(first + y + SIDE * i, n_tokens - 1)];
+        // Ranges begin and end no earlier than those of earlier tokens, so the first and the last row tell.
+        const uint2 top = ranges[first], bottom = ranges[min(first + BLOCK, n_tokens) - 1];
+        all = make_uint2(bottom.x, top.y), any = make_uint2(min(top.x, bottom.x), bottom.y);
+    }
+
+    __device__ __forceinline__ bool holds(u32 i, u32 key) const { return rows[i].x <= key && key < rows[i].y; }
+    __device__ __forceinline__ bool all_of(u32 key) const { return all.x <= key && key + BLOCK <= all.y; }
+    __device__ __forceinline__ bool any_of(u32 key) const { return key < any.y && any.x < key + BLOCK; }
+};
+
+// The probabilities of keys from one source to shared memory, the others as zeros.
+template <bool WINDOWED>
+__device__ __forceinline__ void write_probabilities(float* to, const Tile& p, const Quantized& reads, bool quantized, u32 key, u32 x, u32 y) {
+#pragma unroll
+    for (u32 i = 0; i < PER_THREAD; i++)
+#pragma unroll
+        for (u32 j = 0; j < PER_THREAD; j++) {
+            const bool here = !WINDOWED || reads.holds(i, key + x + SIDE * j) == quantized;
+            to[(y + SIDE * i) * SCORE_PITCH + x + SIDE * j] = here ? p[i][j] : 0.0f;
+        }
+}
+
+template <bool WINDOWED>
+__device__ __forceinline__ void attend(const float* q, KeysValues exact, KeysValues quantized, const uint2* ranges, float* out, const Shape& shape) {
     extern __shared__ __align__(16) float memory[];
     float *const queries = memory, *const tile = queries + BLOCK * PITCH, *const probabilities = tile + BLOCK * PITCH;
     // The heads of a group are neighbours, so they read the same keys at the same time; the longest rows come first.
-    const u32 group = n_heads / n_kv_heads, kv_head = blockIdx.y, head = kv_head * group + blockIdx.x % group;
+    const u32 n_tokens = shape.n_tokens, window = shape.window;
+    const u32 group = shape.n_heads / shape.n_kv_heads, kv_head = blockIdx.y, head = kv_head * group + blockIdx.x % group;
     const u32 first_row = (gridDim.x / group - 1 - blockIdx.x / group) * BLOCK, end_row = min(first_row + BLOCK, n_tokens);
     const u32 first_key = window != 0 && first_row + 1 > window ? first_row + 1 - window : 0;
     const u32 x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    k += static_cast<u64>(kv_head) * HEAD_DIM, v += static_cast<u64>(kv_head) * HEAD_DIM;
+    const KeysValues sources[2] = {exact.of_head(kv_head), quantized.of_head(kv_head)};
+    Quantized reads;
+    if (WINDOWED) reads.load(ranges, first_row, y, n_tokens);
 
-    copy_rows(queries, q + static_cast<u64>(head) * HEAD_DIM, q_stride, first_row, n_tokens);
+    copy_rows(queries, q + static_cast<u64>(head) * HEAD_DIM, shape.q_stride, first_row, n_tokens);
     Accumulator result;
     result.clear();
     for (u32 key = first_key / BLOCK * BLOCK; key < end_row; key += BLOCK) {
-        __syncthreads(); // the last tile's values and probabilities have been read
-        copy_rows(tile, k, k_stride, key, n_tokens);
-        __syncthreads();
+        const bool from[2] = {!WINDOWED || !reads.all_of(key), WINDOWED && reads.any_of(key)};
         Tile scores;
-        multiply_keys(scores, queries, tile, x, y);
-        finish_scores(scores, scale, softcap, first_row + y, key + x, window);
-        result.weigh(scores, probabilities, x, y);
-        __syncthreads(); // the keys have been read, the probabilities written
-        copy_rows(tile, v, v_stride, key, n_tokens);
-        __syncthreads();
-        result.add(probabilities, tile, x, y);
+#pragma unroll
+        for (u32 s = 0; s < 1 + WINDOWED; s++) {
+            if (!from[s]) continue;
+            __syncthreads(); // the last tile and its probabilities have been read
+            copy_rows(tile, sources[s].k, shape.k_stride, key, n_tokens);
+            __syncthreads();
+            Tile products;
+            multiply_keys(products, queries, tile, x, y);
+#pragma unroll
+            for (u32 i = 0; i < PER_THREAD; i++)
+#pragma unroll
+                for (u32 j = 0; j < PER_THREAD; j++)
+                    if (!WINDOWED || reads.holds(i, key + x + SIDE * j) == (s == 1)) scores[i][j] = products[i][j];
+        }
+        finish_scores(scores, shape.scale, shape.softcap, first_row + y, key + x, window);
+        result.weigh(scores);
+#pragma unroll
+        for (u32 s = 0; s < 1 + WINDOWED; s++) {
+            if (!from[s]) continue;
+            __syncthreads(); // the tile and earlier probabilities have been read
+            write_probabilities<WINDOWED>(probabilities, scores, reads, s == 1, key, x, y);
+            copy_rows(tile, sources[s].v, shape.v_stride, key, n_tokens);
+            __syncthreads();
+            result.add(probabilities, tile, x, y);
+        }
     }
-    result.store(out + static_cast<u64>(head) * HEAD_DIM, out_stride, first_row + y, n_tokens, x);
+    result.store(out + static_cast<u64>(head) * HEAD_DIM, shape.out_stride, first_row + y, n_tokens, x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_f32(const float* q, const float* k, const float* v, float* out, u32 n_tokens, u32 n_heads, u32 n_kv_heads, u32 q_stride,
+              u32 k_stride, u32 v_stride, u32 out_stride, float scale, float softcap, u32 window) {
+    const Shape shape = {n_tokens, n_heads, n_kv_heads, q_stride, k_stride, v_stride, out_stride, scale, softcap, window};
+    attend<false>(q, {k, v}, {k, v}, nullptr, out, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_f32_windowed(const float* q, const float* k, const float* v, const float* kq, const float* vq, const uint2* ranges, float* out,
+                       u32 n_tokens, u32 n_heads, u32 n_kv_heads, u32 q_stride, u32 k_stride, u32 v_stride, u32 out_stride, float scale,
+                       float softcap, u32 window) {
+    const Shape shape = {n_tokens, n_heads, n_kv_heads, q_stride, k_stride, v_stride, out_stride, scale, softcap, window};
+    attend<true>(q, {k, v}, {kq, vq}, ranges, out, shape);
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStderr};
 
 use serde_json::Value;
 
@@ -332,10 +333,43 @@ fn the_page_holds_a_chart_a_quantizer_and_the_table_and_loads_nothing() {
         evaluate(&program, &on_model(), &["--bits", "8", "--transform", "identity", "--html", "ppl.html"]).code
             == Some(0)
     );
+    scratch.write("notes.txt", "kept");
+    let other = evaluate(&program, &on_model(), &["--html", "notes.txt"]);
+    assert!(other.code == Some(2) && !other.stderr.contains("row "), "before any work: {other:?}");
     let inside = model().join("ppl.html");
     let refused = evaluate(&program, &on_model(), &["--html", inside.to_str().expect("test paths are UTF-8")]);
     assert_eq!(refused.code, Some(2), "{refused:?}");
     assert!(!inside.exists());
+}
+
+/// What a run says after its line that begins so.
+fn read_up_to(child: &mut Child, start: &str) -> BufReader<ChildStderr> {
+    let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
+    let mut line = String::new();
+    while !line.starts_with(start) {
+        line.clear();
+        assert!(stderr.read_line(&mut line).expect("text") > 0, "{start} never came");
+    }
+    stderr
+}
+
+/// The folder of the page goes away while it scores.
+#[test]
+fn a_page_that_cannot_be_written_does_not_take_the_report_with_it() {
+    let scratch = Scratch::new();
+    let pages = scratch.join("pages");
+    fs::create_dir(&pages).expect("made");
+    let fixed = args([&"eval", &"ppl", &model(), &"--text", &text(), &"--format", &"json"]);
+    let more = ["--bits", "4", "--transform", "identity", "--html", "pages/ppl.html"];
+    let mut child = wush(&scratch).start(&[fixed, owned(&WINDOWS), owned(&more)].concat());
+    let mut stderr = read_up_to(&mut child, "row        none");
+    fs::remove_dir(&pages).expect("empty");
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).expect("text");
+    let outcome = Outcome::of(child.wait_with_output().expect("waited for"));
+    assert_eq!(outcome.code, Some(2), "{outcome:?} {rest}");
+    assert!(rest.contains("error: pages: cannot write into"), "{rest}");
+    assert_eq!(outcome.json()["rows"].as_array().map(Vec::len), Some(2), "{outcome:?}");
 }
 
 /// While it calibrates and while it scores: nothing is kept, and no option is proposed that the command does not have.
@@ -348,12 +382,7 @@ fn a_stop_ends_it_and_leaves_nothing() {
         let more = ["--seq-len", "1024", "--windows", "8", "--transform", "wush", "--bits", "8,4,3,2"];
         let all = [fixed, owned(&more), owned(&["--sequences", sequences])].concat();
         let mut child = wush(&scratch).start(&all);
-        let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
-        let mut line = String::new();
-        while !line.starts_with(stop_at) {
-            line.clear();
-            assert!(stderr.read_line(&mut line).expect("text") > 0, "{stop_at} never came");
-        }
+        let mut stderr = read_up_to(&mut child, stop_at);
         signal(&child, "INT");
         let mut rest = String::new();
         stderr.read_to_string(&mut rest).expect("text");

@@ -7,9 +7,9 @@
 use std::ops::Range;
 
 use rayon::prelude::*;
-use wush_model::attention::{AttentionProduct, Place};
+use wush_model::attention::{AttentionProduct, KeysValues, Place, Windowed};
 use wush_model::backend::{AttentionShape, Backend};
-use wush_model::cpu::{Cpu, KeysValues, Rows, transform_heads, windowed};
+use wush_model::cpu::{Cpu, Rows, transform_heads};
 use wush_model::spec::ModelSpec;
 use wush_model::{ModelError, Result as ModelResult};
 use wush_quant::{Codec, Feedback, QuantError};
@@ -44,9 +44,10 @@ pub struct LayerCache {
     pub values: Option<Side>,
 }
 
-/// A cache for every layer of a model.
-pub struct QuantizedCache {
-    layers: Vec<(Option<OnDevice>, Option<OnDevice>)>,
+/// A cache for every layer of a model, in a pass of device `B`. Its codec works on the CPU.
+pub struct QuantizedCache<B: Backend = Cpu> {
+    /// Keys and values.
+    layers: Vec<[Option<OnDevice<B>>; 2]>,
     protocol: Protocol,
 }
 
@@ -59,42 +60,44 @@ pub struct Cached {
     pub quantized: Rows,
 }
 
-/// A side with its matrices as the backend wants them.
-struct OnDevice {
+/// A side with its matrices where they are used: the writer's with the codec, the reader's with the queries.
+struct OnDevice<B: Backend> {
     transform: Rows,
-    reader: Rows,
+    reader: B::Matrix,
     mean: Option<Vec<f32>>,
     codec: Codec,
     feedback: Option<Vec<Feedback>>,
 }
 
-impl QuantizedCache {
-    /// Checks every matrix against the model.
+impl<B: Backend> QuantizedCache<B> {
+    /// Checks every matrix against the model and brings the reader's to the device.
     ///
     /// # Errors
-    /// `Shape` naming layer and tensor.
-    pub fn new(spec: &ModelSpec, layers: Vec<LayerCache>, protocol: Protocol) -> Result<Self> {
+    /// `Shape` naming layer and tensor; the device's own.
+    pub fn new(spec: &ModelSpec, layers: Vec<LayerCache>, protocol: Protocol, backend: &B) -> Result<Self> {
         if layers.len() != spec.layers.len() {
             let (expected, found) = (spec.layers.len(), layers.len());
             return Err(EvalError::Shape { layer: found, what: "the list of layers", expected, found });
         }
         let on_device = |layer: usize, side: Option<Side>| {
             let attn = &spec.layers[layer].attn;
-            side.map(|side| OnDevice::new(layer, side, attn.n_kv_heads, attn.head_dim)).transpose()
+            side.map(|side| OnDevice::new(layer, side, (attn.n_kv_heads, attn.head_dim), backend)).transpose()
         };
         let checked = layers.into_iter().enumerate().map(|(id, layer)| {
             let LayerCache { keys, values } = layer;
-            Ok((on_device(id, keys)?, on_device(id, values)?))
+            Ok([on_device(id, keys)?, on_device(id, values)?])
         });
         Ok(Self { layers: checked.collect::<Result<_>>()?, protocol })
     }
+}
 
+impl QuantizedCache {
     /// One layer's keys `[tokens, n_kv_heads * d]` as the cache holds them; none where they stay as they are.
     ///
     /// # Errors
     /// `OutOfRange` for numbers that cannot be quantized.
     pub fn keys(&self, layer: usize, keys: &Rows, quantized: Range<usize>) -> Result<Option<Cached>, QuantError> {
-        self.layers[layer].0.as_ref().map(|side| side.cached(keys, quantized)).transpose()
+        self.layers[layer][0].as_ref().map(|side| side.cached(keys, quantized)).transpose()
     }
 
     /// The same of values.
@@ -102,25 +105,25 @@ impl QuantizedCache {
     /// # Errors
     /// As [`QuantizedCache::keys`].
     pub fn values(&self, layer: usize, values: &Rows, quantized: Range<usize>) -> Result<Option<Cached>, QuantError> {
-        self.layers[layer].1.as_ref().map(|side| side.cached(values, quantized)).transpose()
+        self.layers[layer][1].as_ref().map(|side| side.cached(values, quantized)).transpose()
     }
 
     /// Queries `[tokens, n_heads * d]` as one layer's cached keys meet them; none where keys stay as they are.
     pub fn queries(&self, layer: usize, queries: &Rows, head_dim: usize) -> Option<Rows> {
-        self.layers[layer].0.as_ref().map(|side| transform_heads(queries, &side.reader, head_dim))
+        self.layers[layer][0].as_ref().map(|side| transform_heads(queries, &side.reader, head_dim))
     }
 
     /// Attention outputs `[tokens, n_heads * d]` from the coordinates of cached values to the model's.
     pub fn outputs(&self, layer: usize, outputs: Rows, head_dim: usize) -> Rows {
-        match &self.layers[layer].1 {
+        match &self.layers[layer][1] {
             None => outputs,
             Some(side) => transform_heads(&outputs, &side.reader, head_dim),
         }
     }
 }
 
-impl OnDevice {
-    fn new(layer: usize, side: Side, n_kv_heads: usize, dim: usize) -> Result<Self> {
+impl<B: Backend> OnDevice<B> {
+    fn new(layer: usize, side: Side, (n_kv_heads, dim): (usize, usize), backend: &B) -> Result<Self> {
         let Side { transform, reader, mean, codec, feedback } = side;
         let check = |what, expected: usize, found: usize| match expected == found {
             true => Ok(()),
@@ -131,9 +134,26 @@ impl OnDevice {
         check("the mean key", n_kv_heads * dim, mean.as_ref().map_or(n_kv_heads * dim, Vec::len))?;
         check("the head dimension of the quantizer", dim, codec.layout().head_dim())?;
         check("the list of feedback matrices", n_kv_heads, feedback.as_ref().map_or(n_kv_heads, Vec::len))?;
-        let on_device = |data: &[f32]| Cpu.head_matrices(n_kv_heads, dim, data);
-        let (transform, reader) = (on_device(&transform)?, on_device(&reader)?);
+        let transform = Cpu.head_matrices(n_kv_heads, dim, &transform)?;
+        let reader = backend.head_matrices(n_kv_heads, dim, &reader)?;
         Ok(Self { transform, reader, mean, codec, feedback })
+    }
+
+    /// Exact and quantized, as [`Cached`] has them, of activations of the device; `refused` names what cannot be quantized.
+    fn cached_on(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        positions: Range<usize>,
+        refused: impl Fn(QuantError) -> ModelError,
+    ) -> ModelResult<[B::Tensor; 2]>
+    where
+        B: Windowed,
+    {
+        let (n_rows, data) = (backend.n_rows(x), backend.to_host(x)?);
+        let x = Rows { n_rows, width: data.len() / n_rows, data };
+        let Cached { exact, quantized } = self.cached(&x, positions).map_err(refused)?;
+        Ok([backend.to_device(n_rows, exact.data)?, backend.to_device(n_rows, quantized.data)?])
     }
 
     fn cached(&self, x: &Rows, positions: Range<usize>) -> Result<Cached, QuantError> {
@@ -187,23 +207,34 @@ impl OnDevice {
     }
 }
 
-impl AttentionProduct<Cpu> for QuantizedCache {
-    fn attend(&self, backend: &Cpu, place: Place, qkv: [&Rows; 3], shape: &AttentionShape) -> ModelResult<Rows> {
+impl<B: Windowed> AttentionProduct<B> for QuantizedCache<B> {
+    fn attend(
+        &self,
+        backend: &B,
+        place: Place,
+        qkv: [&B::Tensor; 3],
+        shape: &AttentionShape,
+    ) -> ModelResult<B::Tensor> {
         let [q, k, v] = qkv;
-        let chunks = self.protocol.chunks(q.n_rows);
+        let chunks = self.protocol.chunks(backend.n_rows(q));
         let positions = self.protocol.sink..chunks.last().map_or(0, |chunk| chunk.quantized.end);
-        let (keys, values) = &self.layers[place.layer];
+        let [keys, values] = &self.layers[place.layer];
         if positions.is_empty() || (keys.is_none() && values.is_none()) {
             return backend.attention(q, k, v, shape);
         }
-        let refused = |what| move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
-        let cached_keys = self.keys(place.layer, k, positions.clone()).map_err(refused("keys"))?;
-        let cached_values = self.values(place.layer, v, positions).map_err(refused("values"))?;
-        let (k, kq) = cached_keys.as_ref().map_or((k, k), |cached| (&cached.exact, &cached.quantized));
-        let (v, vq) = cached_values.as_ref().map_or((v, v), |cached| (&cached.exact, &cached.quantized));
-        let queries = self.queries(place.layer, q, shape.head_dim);
+        let cached = |what, side: &Option<OnDevice<B>>, x| {
+            let refused = move |_| ModelError::NonFinite { layer: place.layer, what, sequence: place.sequence };
+            side.as_ref().map(|side| side.cached_on(backend, x, positions.clone(), refused)).transpose()
+        };
+        let (cached_keys, cached_values) = (cached("keys", keys, k)?, cached("values", values, v)?);
+        let (k, kq) = cached_keys.as_ref().map_or((k, k), |[exact, quantized]| (exact, quantized));
+        let (v, vq) = cached_values.as_ref().map_or((v, v), |[exact, quantized]| (exact, quantized));
+        let read = |x, side: &Option<OnDevice<B>>| {
+            side.as_ref().map(|side| backend.transform_heads(x, &side.reader, shape.head_dim)).transpose()
+        };
+        let queries = read(q, keys)?;
         let (exact, quantized) = (KeysValues { keys: k, values: v }, KeysValues { keys: kq, values: vq });
-        let out = windowed(queries.as_ref().unwrap_or(q), exact, quantized, shape, &chunks);
-        Ok(self.outputs(place.layer, out, shape.head_dim))
+        let out = backend.windowed(queries.as_ref().unwrap_or(q), exact, quantized, shape, &chunks)?;
+        Ok(read(&out, values)?.unwrap_or(out))
     }
 }

@@ -2,7 +2,7 @@
 
 use wush_format::monitor::Monitor;
 use wush_model::attention::AttentionProduct;
-use wush_model::cpu::Cpu;
+use wush_model::backend::Backend;
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
 
 use crate::{EvalError, Result};
@@ -28,10 +28,10 @@ impl Score {
 ///
 /// # Errors
 /// `Model`; `NothingToScore`.
-pub fn perplexity(
-    decoder: &Decoder<'_, Cpu>,
+pub fn perplexity<B: Backend>(
+    decoder: &Decoder<'_, B>,
     sequences: &[Vec<u32>],
-    attention: &dyn AttentionProduct<Cpu>,
+    attention: &dyn AttentionProduct<B>,
     monitor: &dyn Monitor,
 ) -> Result<Score> {
     let (mut sum, mut tokens) = (0.0, 0);

@@ -2,7 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use wush_model::cpu::Chunk;
+use wush_model::attention::Chunk;
 use wush_runtime::Windows;
 
 /// How a sequence enters the cache: chunks of this many tokens, and which tokens stay in full precision.

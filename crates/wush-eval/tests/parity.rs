@@ -187,7 +187,7 @@ impl Case {
         let readers = [&keys, &values].map(reader);
         let amplified = largest_norm(&values.reader, d);
         let layers = vec![LayerCache { keys: Some(keys), values: Some(values) }];
-        let whole = QuantizedCache::new(&spec, layers, self.protocol).expect("the model's shapes");
+        let whole = QuantizedCache::new(&spec, layers, self.protocol, &Cpu).expect("the model's shapes");
         let out = whole.attend(&Cpu, Place { layer: 0, sequence: 0 }, [&q, &k, &v], &shape).expect("finite");
 
         let everything = self.protocol.sink.min(n)..n;

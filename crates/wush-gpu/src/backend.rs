@@ -8,12 +8,14 @@ use std::ops::Range;
 
 use wush_format::tensor_file::{Dtype, TensorView};
 use wush_model::Result as ModelResult;
-use wush_model::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
+use wush_model::attention::{Chunk, KeysValues, Windowed};
+use wush_model::backend::{Affine, AttentionShape, Backend, Head, Mlp, RmsNorm};
 use wush_model::cpu::Cpu;
 use wush_model::rope::RopeTable;
 use wush_model::spec::Activation as GateKind;
 
 use crate::attention::Attention;
+use crate::attention::f32s::{self, Quantized};
 use crate::buffer::Buffer;
 use crate::elementwise::{Gate, Table};
 use crate::error::Result;
@@ -89,6 +91,16 @@ impl<T: Compute> Gpu<T> {
             gated
         };
         self.add_product(x.rows_mut(rows), gated.matrix(), &mlp.down, mlp.after.as_ref())
+    }
+
+    /// `[rows, vocab]`.
+    fn logits_of(&self, x: Matrix<'_, T>, table: TensorView<'_>) -> ModelResult<Buffer<f32>> {
+        let vocab = table.shape[0];
+        let weight = self.head(table)?;
+        let mut logits: Buffer<f32> = self.device.uninit(x.n_rows * vocab)?;
+        let product = Matmul { x, weight: weight.projection(), bias: None, alpha: 1.0, beta: 0.0 };
+        self.stage("products", || self.device.matmul(&product, &mut logits.view_mut(), vocab))?;
+        Ok(logits)
     }
 
     /// Sums of an f64 buffer that starts at zero, added to `into`.
@@ -256,19 +268,49 @@ impl<T: Compute> Backend for Gpu<T> {
     }
 
     fn logits(&self, x: &Tensor<T>, rows: Range<usize>, table: TensorView<'_>) -> ModelResult<Vec<f32>> {
-        let (vocab, hidden) = (table.shape[0], table.shape[1]);
-        // The head is not kept: it is large, and asked for by evaluations of few rows.
-        let weight = self.matrix(table, 0..vocab)?;
-        let mut logits: Buffer<f32> = self.device.uninit(rows.len() * vocab)?;
-        debug_assert_eq!(weight.projection().width, hidden, "the head takes hidden states");
-        let product = Matmul { x: x.rows(rows), weight: weight.projection(), bias: None, alpha: 1.0, beta: 0.0 };
-        self.device.matmul(&product, &mut logits.view_mut(), vocab)?;
-        Ok(logits.to_host()?)
+        Ok(self.logits_of(x.rows(rows), table)?.to_host()?)
+    }
+
+    fn nll(&self, x: &Tensor<T>, rows: Range<usize>, targets: &[u32], head: Head<'_>) -> ModelResult<Vec<f64>> {
+        let logits = self.logits_of(x.rows(rows.clone()), head.table)?;
+        let targets = self.device.upload(targets)?;
+        let mut nll: Buffer<f64> = self.device.uninit(rows.len())?;
+        let logits = Matrix::packed(logits.view(), rows.len(), head.table.shape[0]);
+        self.stage("log likelihoods", || self.device.nll(logits, head.softcap, targets.view(), &mut nll.view_mut()))?;
+        Ok(nll.to_host()?)
     }
 
     fn to_host(&self, x: &Tensor<T>) -> ModelResult<Vec<f32>> {
-        let Matrix { view, width, stride, .. } = x.matrix();
-        let data = self.device.download(view)?;
-        Ok(data.chunks(stride).flat_map(|row| row[..width].iter().map(|&x| x.into())).collect())
+        let dense = self.device.dense(x.matrix())?;
+        Ok(dense.to_host()?.into_iter().map(Into::into).collect())
+    }
+}
+
+impl Windowed for Gpu<f32> {
+    fn n_rows(&self, x: &Tensor<f32>) -> usize {
+        x.n_rows
+    }
+
+    fn to_device(&self, n_rows: usize, data: Vec<f32>) -> ModelResult<Tensor<f32>> {
+        assert!(data.len().is_multiple_of(n_rows.max(1)), "whole rows");
+        let mut x = Tensor::uninit(&self.device, n_rows, data.len() / n_rows.max(1))?;
+        self.uploader.upload(bytemuck::cast_slice(&data), &mut x.dense_mut())?;
+        Ok(x)
+    }
+
+    fn windowed(
+        &self,
+        q: &Tensor<f32>,
+        exact: KeysValues<'_, Tensor<f32>>,
+        quantized: KeysValues<'_, Tensor<f32>>,
+        shape: &AttentionShape,
+        chunks: &[Chunk],
+    ) -> ModelResult<Tensor<f32>> {
+        let mut out = Tensor::uninit(&self.device, q.n_rows, q.width)?;
+        let attention = attention_of([q, exact.keys, exact.values], shape);
+        let quantized = Quantized { k: quantized.keys.matrix(), v: quantized.values.matrix(), chunks };
+        let MatrixMut { mut view, stride, .. } = out.matrix_mut();
+        self.stage("attention", || f32s::windowed(&self.device, &attention, quantized, &mut view, stride))?;
+        Ok(out)
     }
 }

@@ -6,11 +6,12 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 
 use bytemuck::Pod;
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUDA_MEMCPY2D, CUmemorytype};
 
 use crate::device::{Device, Queue};
 use crate::driver::check;
 use crate::error::{GpuError, Result};
+use crate::matmul::{Matrix, long_enough, span};
 
 /// What buffers are made of.
 pub trait Element: Pod + Send + Sync + fmt::Debug {}
@@ -162,6 +163,40 @@ impl Device {
         let status =
             unsafe { sys::cuMemcpyDtoDAsync_v2(to.address, from.address, n_bytes, self.stream(Queue::Compute)) };
         check("copy on the device", status)
+    }
+
+    /// Begins to copy the rows of a matrix, one after the other, to a buffer of their own.
+    ///
+    /// # Errors
+    /// `Length` for a view that is shorter than the matrix; `TooLarge`, `OutOfMemory`, `Driver`.
+    pub fn dense<T: Element>(&self, x: Matrix<'_, T>) -> Result<Buffer<T>> {
+        long_enough("rows to copy", span(x.n_rows, x.width, x.stride), x.view.len)?;
+        let to: Buffer<T> = self.uninit(x.n_rows.saturating_mul(x.width))?;
+        if to.len == 0 {
+            return Ok(to);
+        }
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: x.view.address,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: x.stride * size_of::<T>(),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to.view().address,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: x.width * size_of::<T>(),
+            WidthInBytes: x.width * size_of::<T>(),
+            Height: x.n_rows,
+        };
+        self.bind()?;
+        // SAFETY: the source holds its rows, as checked, and the target as many elements.
+        check("copy rows on the device", unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream(Queue::Compute)) })?;
+        Ok(to)
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
 use wush_format::tensor_file::{Dtype, TensorView};
+use wush_model::Result as ModelResult;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 
@@ -18,6 +19,7 @@ use crate::convert::Convert;
 use crate::device::{Device, Event, Queue};
 use crate::error::Result;
 use crate::operand::Activation;
+use crate::tensor::Weights;
 use crate::upload::Uploader;
 
 /// What activations can be.
@@ -81,25 +83,41 @@ pub(crate) enum Rows {
     F32(Buffer<f32>),
 }
 
+/// What stays on the device, by the place of its bytes on the host: of one model, or two.
+type Kept<V> = Mutex<BTreeMap<(usize, usize), Arc<V>>>;
+
+/// What `kept` has of a stored tensor, made at its first use.
+fn kept<V, E>(kept: &Kept<V>, stored: TensorView<'_>, make: impl FnOnce() -> Result<V, E>) -> Result<Arc<V>, E> {
+    let place = (stored.bytes.as_ptr() as usize, stored.bytes.len());
+    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = kept.get(&place) {
+        return Ok(known.clone());
+    }
+    let made = Arc::new(make()?);
+    kept.insert(place, made.clone());
+    Ok(made)
+}
+
 /// One GPU that runs the forward pass in activations of type `T`.
 #[derive(Debug)]
 pub struct Gpu<T: Compute> {
     pub(crate) device: Device,
-    uploader: Uploader,
-    /// Embeddings and output heads, by the place of their bytes on the host: of one model, or two.
-    tables: Mutex<BTreeMap<(usize, usize), Arc<Rows>>>,
+    pub(crate) uploader: Uploader,
+    /// Embeddings.
+    tables: Kept<Rows>,
+    /// Output heads.
+    heads: Kept<Weights<T>>,
     /// Where weights are drawn and not read: how many tensors were.
     pub(crate) drawn: Option<AtomicU64>,
     profile: Mutex<Option<Profile>>,
-    element: std::marker::PhantomData<T>,
 }
 
 impl<T: Compute> Gpu<T> {
     /// Runs on `device`.
     pub fn new(device: Device) -> Self {
         let uploader = Uploader::new(&device);
-        let (tables, profile) = (Mutex::default(), Mutex::default());
-        Self { device, uploader, tables, drawn: None, profile, element: std::marker::PhantomData }
+        let (tables, heads, profile) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { device, uploader, tables, heads, drawn: None, profile }
     }
 
     /// Runs on `device` with random weights in the place of those that a checkpoint holds, for measurements: matrices as models are
@@ -164,24 +182,22 @@ impl<T: Compute> Gpu<T> {
         Ok(buffer)
     }
 
+    /// An output head on the device, kept from its first use on.
+    pub(crate) fn head(&self, table: TensorView<'_>) -> ModelResult<Arc<Weights<T>>> {
+        kept(&self.heads, table, || self.matrix(table, 0..table.shape[0]))
+    }
+
     /// A table on the device, kept from its first use on.
     pub(crate) fn table(&self, table: TensorView<'_>) -> Result<Arc<Rows>> {
-        let key = (table.bytes.as_ptr() as usize, table.bytes.len());
-        let mut tables = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = tables.get(&key) {
-            return Ok(known.clone());
-        }
-        let rows = Arc::new(match table.dtype {
+        kept(&self.tables, table, || match table.dtype {
             _ if self.drawn.is_some() => {
                 let len = table.shape.iter().product();
-                Rows::Bf16(bench::random_scaled(&self.device, 0, len, DRAWN_DEVIATION)?)
+                Ok(Rows::Bf16(bench::random_scaled(&self.device, 0, len, DRAWN_DEVIATION)?))
             }
-            Dtype::BF16 => Rows::Bf16(self.upload(table.bytes)?),
-            Dtype::F32 => Rows::F32(self.upload(table.bytes)?),
-            _ => Rows::F32(self.upload(bytemuck::cast_slice(&widened(table)))?),
-        });
-        tables.insert(key, rows.clone());
-        Ok(rows)
+            Dtype::BF16 => Ok(Rows::Bf16(self.upload(table.bytes)?)),
+            Dtype::F32 => Ok(Rows::F32(self.upload(table.bytes)?)),
+            _ => Ok(Rows::F32(self.upload(bytemuck::cast_slice(&widened(table)))?)),
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use crate::compiler::{Job, Target};
 use crate::device::Device;
 use crate::driver::{self, check};
 use crate::error::{GpuError, Result};
-use crate::{attention, convert, elementwise, gram, hessian, norm, rope, sums, transform_heads};
+use crate::{attention, convert, elementwise, gram, hessian, nll, norm, rope, sums, transform_heads};
 
 /// One file of `kernels/`.
 #[derive(Debug)]
@@ -75,6 +75,7 @@ pub static KERNELS: &[&KernelFile] = &[
     &gram::FILE,
     &gram::WIDE_FILE,
     &hessian::FILE,
+    &nll::FILE,
     &norm::FILE,
     &rope::FILE,
     &sums::FILE,

@@ -29,6 +29,7 @@ pub mod kernels;
 pub mod launch;
 pub mod libraries;
 pub mod matmul;
+pub mod nll;
 pub mod norm;
 pub mod operand;
 pub mod plan;

@@ -3,11 +3,15 @@
 
 mod common;
 
+use std::ops::Range;
+
 use common::{random, random_bf16, relative_error};
 use half::bf16;
-use wush_gpu::attention::{Attention, AttentionElement, f32s, hopper, mma};
+use wush_gpu::attention::f32s::{self, Quantized};
+use wush_gpu::attention::{Attention, AttentionElement, hopper, mma};
 use wush_gpu::matmul::Matrix;
-use wush_gpu::{Device, Result, ViewMut};
+use wush_gpu::{Buffer, Device, Result, ViewMut};
+use wush_model::attention::Chunk;
 
 /// Probabilities and outputs are rounded to bf16, whose numbers in 1..2 lie 2⁻⁷ apart: an error of 2⁻⁷ / √12 over numbers of root mean
 /// square √(7/3), 1.5e-3 each and 2.1e-3 together. Where few keys have the weight, p's errors are not averaged over many: a margin
@@ -82,6 +86,13 @@ impl Case {
     /// Outputs `[tokens, n_heads head_dim + PADDING]` of a buffer of NaNs.
     fn run<T: AttentionElement>(&self, device: &Device, begin: Begin<T>, rows: &[T]) -> Vec<T> {
         let fused = device.upload(rows).expect("uploaded");
+        let stride = self.n_heads * self.head_dim + PADDING;
+        let mut out = device.filled(self.n_tokens * stride, 0xff).expect("room");
+        begin(device, &self.attention(&fused), &mut out.view_mut(), stride).expect("begun");
+        out.to_host().expect("done")
+    }
+
+    fn attention<'a, T: AttentionElement>(&self, fused: &'a Buffer<T>) -> Attention<'a, T> {
         let [q, k, v, row] = self.columns();
         let part = |from: usize, n_heads: usize| Matrix {
             view: fused.view().slice(from..fused.len()),
@@ -89,7 +100,7 @@ impl Case {
             width: n_heads * self.head_dim,
             stride: row,
         };
-        let attention = Attention {
+        Attention {
             q: part(q, self.n_heads),
             k: part(k, self.n_kv_heads),
             v: part(v, self.n_kv_heads),
@@ -97,11 +108,7 @@ impl Case {
             window: self.window,
             scale: self.scale(),
             softcap: self.softcap,
-        };
-        let stride = self.n_heads * self.head_dim + PADDING;
-        let mut out = device.filled(self.n_tokens * stride, 0xff).expect("room");
-        begin(device, &attention, &mut out.view_mut(), stride).expect("begun");
-        out.to_host().expect("done")
+        }
     }
 
     /// Eq. 2 in f64 for one token and head.
@@ -157,6 +164,46 @@ impl Case {
         let untouched = out.chunks(width + PADDING).all(|row| bytes(&row[width..]).iter().all(|&byte| byte == 0xff));
         assert!(untouched, "{name}: wrote beyond a row");
         assert_eq!(bytes(&out), bytes(&self.run(device, begin, rows)), "{name}: another result on the second run");
+    }
+
+    /// `rows` with the keys and values of `other` at some positions.
+    fn mixed(&self, rows: &[f32], other: &[f32], positions: Range<usize>) -> Vec<f32> {
+        let [_, keys, _, row] = self.columns();
+        let mut mixed = rows.to_vec();
+        for token in positions {
+            let part = token * row + keys..(token + 1) * row;
+            mixed[part.clone()].copy_from_slice(&other[part]);
+        }
+        mixed
+    }
+
+    /// Attention over a cache whose tokens are quantized `sink` from the start and up to `keep` before a chunk's first query.
+    fn check_windowed(&self, device: &Device, chunk: usize, [sink, keep]: [usize; 2]) {
+        let n = self.n_tokens * self.columns()[3];
+        let [rows, other] = [random(n as u64, n), random(n as u64 + 1, n)];
+        let quantized = |first: usize| if first > sink + keep { sink..first - keep } else { 0..0 };
+        let of_chunk =
+            |first| Chunk { queries: first..(first + chunk).min(self.n_tokens), quantized: quantized(first) };
+        let chunks: Vec<Chunk> = (0..self.n_tokens).step_by(chunk).map(of_chunk).collect();
+        let [exact, quantized] = [&rows, &other].map(|rows| device.upload(rows).expect("uploaded"));
+        let (attention, other_side) = (self.attention(&exact), self.attention(&quantized));
+        let quantized = Quantized { k: other_side.k, v: other_side.v, chunks: &chunks };
+        let width = self.n_heads * self.head_dim;
+        let mut out = device.filled(self.n_tokens * width, 0xff).expect("room");
+        f32s::windowed(device, &attention, quantized, &mut out.view_mut(), width).expect("begun");
+        let mut expected = Vec::new();
+        for chunk in &chunks {
+            let mixed = self.mixed(&rows, &other, chunk.quantized.clone());
+            let tokens = chunk.queries.clone();
+            expected.extend(tokens.flat_map(|t| {
+                (0..self.n_heads).flat_map({
+                    let mixed = &mixed;
+                    move |head| self.expected(mixed, t, head)
+                })
+            }));
+        }
+        let error = relative_error(out.to_host().expect("done").into_iter().map(f64::from), &expected);
+        assert!(error <= F32_REL_TOL, "{}, chunks of {chunk}, windows {sink} and {keep}: {error:.2e}", self.name());
     }
 
     fn check_all(&self, device: &Device, kernel: Kernel) {
@@ -242,6 +289,22 @@ fn a_long_sequence_agrees_with_f64_at_some_tokens() {
         Case::plain(n_tokens, 10, 5, head_dim).check(device, kernel, &tokens);
         Case { window: Some(4096), ..Case::plain(n_tokens, 4, 1, head_dim) }.check(device, kernel, &tokens);
     });
+}
+
+#[test]
+fn what_a_cache_holds_quantized_is_read_from_there() {
+    let Some(device) = common::device("what_a_cache_holds_quantized_is_read_from_there") else { return };
+    for (n_tokens, head_dim, chunk, windows) in [
+        (517, 64, 16, [16, 128]),
+        (300, 128, 1, [4, 0]),
+        (259, 256, 100, [70, 5]),
+        (200, 40, 7, [0, 64]),
+        (5, 8, 16, [1, 1]),
+    ] {
+        let plain = Case::plain(n_tokens, 6, 2, head_dim);
+        plain.check_windowed(&device, chunk, windows);
+        Case { window: Some(90), softcap: Some(5.0), ..plain }.check_windowed(&device, chunk, windows);
+    }
 }
 
 #[test]

@@ -163,3 +163,15 @@ fn a_product_of_bf16_can_be_kept_in_f32_and_in_a_part_of_wider_rows() {
     let error = relative_error(rows().flat_map(|row| row[n_out..].iter().map(|&x| f64::from(x))), &exact);
     assert!(error <= F32_REL_TOL, "{error:e}");
 }
+
+#[test]
+fn rows_of_a_wider_matrix_are_copied_one_after_the_other() {
+    let Some(device) = common::device("rows_of_a_wider_matrix_are_copied_one_after_the_other") else { return };
+    for [n_rows, width, stride] in [[1, 1, 1], [3, 5, 7], [2048, 192, 960], [4, 0, 8], [0, 8, 8]] {
+        let data = random(9, 2 + n_rows * stride);
+        let wider = device.upload(&data).expect("uploaded");
+        let x = Matrix { view: wider.view().slice(2..data.len()), n_rows, width, stride };
+        let rows = data[2..].chunks_exact(stride).flat_map(|row| row[..width].to_vec());
+        assert_eq!(device.dense(x).expect("begun").to_host().expect("done"), rows.collect::<Vec<_>>());
+    }
+}

@@ -1,6 +1,7 @@
 //! The attention product of a pass, and what may stand in for it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use wush_format::bundle::KeySidecar;
 
@@ -27,6 +28,69 @@ pub trait AttentionProduct<B: Backend>: Sync {
     /// # Errors
     /// Whatever stops the pass.
     fn attend(&self, backend: &B, place: Place, qkv: [&B::Tensor; 3], shape: &AttentionShape) -> Result<B::Tensor>;
+}
+
+/// Attention of a chunk of queries over a cache that holds some of its tokens quantized (Algorithm 2).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chunk {
+    /// Positions of the queries.
+    pub queries: Range<usize>,
+    /// Positions whose quantized keys and values they read; at the others they read the exact ones.
+    pub quantized: Range<usize>,
+}
+
+/// Keys and values `[tokens, n_kv_heads * d]`.
+#[derive(Debug)]
+pub struct KeysValues<'a, T> {
+    /// The keys.
+    pub keys: &'a T,
+    /// The values.
+    pub values: &'a T,
+}
+
+impl<T> Clone for KeysValues<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for KeysValues<'_, T> {}
+
+/// A device that attends to what a windowed cache holds: for evaluations.
+pub trait Windowed: Backend {
+    /// Tokens of `x`.
+    fn n_rows(&self, x: &Self::Tensor) -> usize;
+    /// Activations `[n_rows, width]` from the host, rounded where the device's are narrower.
+    ///
+    /// # Panics
+    /// When `data` is no whole number of rows: the caller's invariant.
+    fn to_device(&self, n_rows: usize, data: Vec<f32>) -> Result<Self::Tensor>;
+    /// Attention of one whole sequence, chunk by chunk; `chunks` cover the queries in order, and what a chunk reads quantized
+    /// lies before its first query.
+    ///
+    /// # Panics
+    /// When they do not.
+    fn windowed(
+        &self,
+        q: &Self::Tensor,
+        exact: KeysValues<'_, Self::Tensor>,
+        quantized: KeysValues<'_, Self::Tensor>,
+        shape: &AttentionShape,
+        chunks: &[Chunk],
+    ) -> Result<Self::Tensor>;
+}
+
+/// Checks the invariants of [`Windowed::windowed`].
+///
+/// # Panics
+/// When `chunks` do not cover `n_queries` queries in order, or one reads quantized what does not lie before it.
+pub fn assert_covers(chunks: &[Chunk], n_queries: usize) {
+    let mut at = 0;
+    for chunk in chunks {
+        assert!(chunk.queries.start == at && chunk.quantized.end <= at, "chunks cover the queries in order");
+        at = chunk.queries.end;
+    }
+    assert_eq!(at, n_queries, "chunks cover the queries");
 }
 
 /// Attention itself (Eq. 2).

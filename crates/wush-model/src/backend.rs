@@ -3,6 +3,7 @@
 //! The decoder in `decoder.rs` is written once over [`Backend`]; `cpu` implements it here, CUDA elsewhere. Shapes are
 //! checked by the decoder against the [`ModelSpec`](crate::spec::ModelSpec) before any operation runs.
 
+use rayon::prelude::*;
 use wush_format::tensor_file::TensorView;
 
 use crate::error::Result;
@@ -89,8 +90,36 @@ pub trait Backend: Sync {
     fn column_sum(&self, x: &Self::Tensor, into: &mut [f64]) -> Result<()>;
     /// Logits of rows `rows`: `[rows, vocab]`, f32 on the host. `table` is `[vocab, hidden]` as stored.
     fn logits(&self, x: &Self::Tensor, rows: std::ops::Range<usize>, table: TensorView<'_>) -> Result<Vec<f32>>;
+    /// -log p(target) of rows `rows`, nats: `targets[i]` is what row `rows.start + i` is to predict. Not finite where a logit is NaN or
+    /// infinite.
+    fn nll(&self, x: &Self::Tensor, rows: std::ops::Range<usize>, targets: &[u32], head: Head<'_>) -> Result<Vec<f64>> {
+        let mut logits = self.logits(x, rows, head.table)?;
+        let of_row = |(row, &target): (&mut [f32], &u32)| {
+            head.cap(row);
+            log_sum_exp(row) - f64::from(row[target as usize])
+        };
+        Ok(logits.par_chunks_exact_mut(head.table.shape[0]).zip(targets).map(of_row).collect())
+    }
     /// Copies to the host, `[tokens * width]`.
     fn to_host(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
+}
+
+/// An output head: what makes logits of hidden states.
+#[derive(Debug, Clone, Copy)]
+pub struct Head<'a> {
+    /// `[vocab, hidden]` as stored.
+    pub table: TensorView<'a>,
+    /// Logits become `cap * tanh(logits / cap)`.
+    pub softcap: Option<f32>,
+}
+
+impl Head<'_> {
+    /// Caps logits in place.
+    pub fn cap(&self, logits: &mut [f32]) {
+        if let Some(cap) = self.softcap {
+            logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
+        }
+    }
 }
 
 /// An RMS norm's multiplier `[width]` (1 already added where the family has 1 + w) and its epsilon.
@@ -140,4 +169,20 @@ pub struct AttentionShape {
     pub scale: f32,
     /// Softcap of the logits.
     pub softcap: Option<f32>,
+}
+
+/// log Σ exp(x), f64.
+pub fn log_sum_exp(row: &[f32]) -> f64 {
+    let max = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    max + row.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_sum_exp_survives_large_logits() {
+        assert!((log_sum_exp(&[1e4, 1e4]) - (1e4 + 2f64.ln())).abs() <= 1e-9);
+    }
 }

@@ -14,7 +14,7 @@ use wush_checkpoint::Checkpoint;
 use wush_format::monitor::{Monitor, Quiet};
 
 use crate::attention::{AttentionProduct, Exact, Place};
-use crate::backend::Backend;
+use crate::backend::{Backend, Head};
 use crate::error::{ModelError, Result};
 use crate::layer::{Layer, Norm, Qkv};
 use crate::observer::Observer;
@@ -211,15 +211,22 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// # Errors
     /// A tensor that cannot be read; `NonFinite`.
     pub fn logits(&self, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
-        let table = weights::view(self.checkpoint, &self.spec.lm_head)?;
-        let mut logits = self.backend.logits(hidden, rows, table)?;
-        if let Some(cap) = self.spec.final_logit_softcap {
-            logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
-        }
+        let head = self.head()?;
+        let mut logits = self.backend.logits(hidden, rows, head.table)?;
+        head.cap(&mut logits);
         if !logits.iter().sum::<f32>().is_finite() && logits.iter().any(|x| !x.is_finite()) {
-            return Err(ModelError::NonFinite { layer: self.spec.layers.len() - 1, what: "logits", sequence: 0 });
+            return Err(self.logits_not_finite());
         }
         Ok(logits)
+    }
+
+    fn head(&self) -> Result<Head<'_>> {
+        let table = weights::view(self.checkpoint, &self.spec.lm_head)?;
+        Ok(Head { table, softcap: self.spec.final_logit_softcap })
+    }
+
+    fn logits_not_finite(&self) -> ModelError {
+        ModelError::NonFinite { layer: self.spec.layers.len() - 1, what: "logits", sequence: 0 }
     }
 
     /// Negative log likelihood of every token but the first, nats: `nll[t] = -log p(ids[t+1] | ids[..=t])`.
@@ -235,14 +242,17 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// # Errors
     /// As [`Decoder::logits`].
     pub fn nll_of(&self, hidden: &B::Tensor, ids: &[u32]) -> Result<Vec<f64>> {
+        let head = self.head()?;
         let mut nll = Vec::with_capacity(ids.len().saturating_sub(1));
         for first in (0..ids.len().saturating_sub(1)).step_by(LOGIT_ROWS) {
             let rows = first..(first + LOGIT_ROWS).min(ids.len() - 1);
-            let logits = self.logits(hidden, rows.clone())?;
-            let of_row = |(t, row): (usize, &[f32])| log_sum_exp(row) - f64::from(row[ids[t + 1] as usize]);
-            nll.par_extend(rows.into_par_iter().zip(logits.par_chunks_exact(self.spec.vocab_size)).map(of_row));
+            let targets = &ids[rows.start + 1..=rows.end];
+            nll.extend(self.backend.nll(hidden, rows, targets, head)?);
         }
-        Ok(nll)
+        match nll.iter().all(|nll| nll.is_finite()) {
+            true => Ok(nll),
+            false => Err(self.logits_not_finite()),
+        }
     }
 
     /// What is decoded.
@@ -319,12 +329,6 @@ pub fn groups(sequences: &[Vec<u32>], max_tokens: usize) -> impl Iterator<Item =
     })
 }
 
-/// log Σ exp(x), f64.
-pub fn log_sum_exp(row: &[f32]) -> f64 {
-    let max = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    max + row.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln()
-}
-
 /// Turns token-layers into whole tokens for the progress report.
 struct Ticks {
     n_layers: u64,
@@ -360,10 +364,5 @@ mod tests {
     fn ticks_add_up_to_the_tokens() {
         let mut ticks = Ticks { n_layers: 7, done: 0, told: 0 };
         assert_eq!((0..7 * 3).map(|_| ticks.add(5)).sum::<u64>(), 15);
-    }
-
-    #[test]
-    fn log_sum_exp_survives_large_logits() {
-        assert!((log_sum_exp(&[1e4, 1e4]) - (1e4 + 2f64.ln())).abs() <= 1e-9);
     }
 }

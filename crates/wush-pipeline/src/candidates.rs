@@ -242,13 +242,15 @@ impl Candidate {
     ///
     /// # Errors
     /// `Quant` for a parameter out of range or a matrix that is no feedback's.
-    pub(crate) fn layers(&self, quantizer: &Method, bits: &[LayerBits]) -> Result<Vec<LayerCache>> {
+    pub(crate) fn layers(&self, quantizer: &Method, scales: ScaleDtype, bits: &[LayerBits]) -> Result<Vec<LayerCache>> {
         match &self.source {
-            Source::Solved(transforms) => solved_layers(transforms, quantizer, bits),
+            Source::Solved(transforms) => solved_layers(transforms, quantizer, scales, bits),
             Source::Bundle { keys, values } => {
                 let feedback = |id: &usize| values.as_ref().and_then(|values| values.layers.get(id));
                 let layers = keys.layers.iter().zip(bits);
-                layers.map(|((id, layer), bits)| bundled(layer, feedback(id), &codecs(quantizer, bits))).collect()
+                layers
+                    .map(|((id, layer), bits)| bundled(layer, feedback(id), &codecs(quantizer, scales, bits)))
+                    .collect()
             }
         }
     }
@@ -261,13 +263,18 @@ impl Candidate {
 pub(crate) fn solved_layers(
     transforms: &Transforms,
     quantizer: &Method,
+    scales: ScaleDtype,
     bits: &[LayerBits],
 ) -> Result<Vec<LayerCache>> {
-    transforms.layers.values().zip(bits).map(|(layer, bits)| solved(layer, &codecs(quantizer, bits))).collect()
+    transforms.layers.values().zip(bits).map(|(layer, bits)| solved(layer, &codecs(quantizer, scales, bits))).collect()
 }
 
-fn codecs<'a>(quantizer: &'a Method, bits: &'a LayerBits) -> impl Fn(Role, usize) -> Result<Codec> + 'a {
-    move |role, dim| Ok(Codec::new(dim, quantizer.quantizer(bits.of(role), role, ScaleDtype::Bf16)?)?)
+fn codecs<'a>(
+    quantizer: &'a Method,
+    scales: ScaleDtype,
+    bits: &'a LayerBits,
+) -> impl Fn(Role, usize) -> Result<Codec> + 'a {
+    move |role, dim| Ok(Codec::new(dim, quantizer.quantizer(bits.of(role), role, scales)?)?)
 }
 
 /// A codec for keys or values of a head dimension.

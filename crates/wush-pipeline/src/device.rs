@@ -64,6 +64,14 @@ impl Device {
         }
     }
 
+    /// The GPU that a run of one device uses.
+    pub(crate) fn first(&self) -> Option<&DeviceInfo> {
+        match self {
+            Self::Cpu { .. } => None,
+            Self::Cuda(devices) => devices.first(),
+        }
+    }
+
     /// Kind of device, as files state it.
     pub fn name(&self) -> &'static str {
         match self {

@@ -4,14 +4,15 @@ use std::time::Instant;
 
 use wush_eval::Protocol;
 use wush_eval::perplexity::{Score, perplexity};
-use wush_model::attention::{AttentionProduct, Exact};
+use wush_gpu::backend::Gpu;
+use wush_model::attention::{AttentionProduct, Exact, Windowed};
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 
+use crate::device::Runs;
 use crate::error::InStage;
 use crate::evaluation::{Cell, Evaluation};
 use crate::human::human_bits;
-use crate::page::{perplexity_page, write_page};
 use crate::plan::n_tokens;
 use crate::report::{EvalPplReport, ModelInfo, PerplexityRow};
 use crate::request::{Environment, EvalPplRequest};
@@ -29,26 +30,24 @@ pub(crate) const UNQUANTIZED_BITS: f64 = 16.0;
 pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalPplReport> {
     let clock = Instant::now();
     check_protocol(request.protocol)?;
-    let mut evaluation = Evaluation::begin(&request.eval, env)?;
+    let mut evaluation = Evaluation::begin(&request.eval, Runs::OnGpu, env)?;
     evaluation.notes.extend(little_quantized(request.protocol, evaluation.seq_len));
     evaluation.tell_notes(env);
     let cells = evaluation.cells(&request.eval)?;
     let rows = rows(&evaluation, &cells, request.protocol, env)?;
-    let report = EvalPplReport {
+    Ok(EvalPplReport {
         model: ModelInfo::new(&evaluation.model, evaluation.model_hash),
+        device: evaluation.model.device.name().to_owned(),
         text: evaluation.text.source.clone(),
         sequences: evaluation.text.sequences.len() as u64,
         seq_len: evaluation.seq_len as u64,
         protocol: request.protocol,
+        scale_dtype: request.eval.scales.to_string(),
         calibration: evaluation.calibration(),
         rows,
         notes: evaluation.notes.clone(),
         seconds: clock.elapsed().as_secs_f64(),
-    };
-    if let Some(path) = &request.eval.html {
-        write_page(&perplexity_page(&report)?, path, env.monitor)?;
-    }
-    Ok(report)
+    })
 }
 
 /// Scores the text without quantization and through every cache, telling each row when it is done.
@@ -58,21 +57,42 @@ fn rows(
     protocol: Protocol,
     env: &Environment<'_>,
 ) -> Result<Vec<PerplexityRow>> {
-    let Evaluation { model, text, .. } = evaluation;
     evaluation.tell_time(1 + cells.len(), env);
-    env.monitor.begin("evaluate", "tokens", (1 + cells.len() as u64) * n_tokens(&text.sequences));
-    let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
-    let score = |attention: &dyn AttentionProduct<Cpu>| {
-        perplexity(&decoder, &text.sequences, attention, env.monitor).map_err(PipelineError::from).in_stage("evaluate")
-    };
+    env.monitor.begin("evaluate", "tokens", (1 + cells.len() as u64) * n_tokens(&evaluation.text.sequences));
     let mut rows = Vec::with_capacity(1 + cells.len());
     let mut add = |row: PerplexityRow| {
         env.monitor.note(&format!("row        {}", describe(&row)));
         rows.push(row);
     };
+    match evaluation.model.device.first() {
+        None => scored(evaluation, cells, protocol, (&Cpu, env), &mut add)?,
+        Some(info) => {
+            let gpu = Gpu::<f32>::new(wush_gpu::Device::open(info.ordinal).map_err(PipelineError::Gpu)?);
+            scored(evaluation, cells, protocol, (&gpu, env), &mut add)?;
+        }
+    }
+    env.monitor.end();
+    Ok(rows)
+}
+
+/// The rows by a device that computes in f32: the same numbers up to the order of sums.
+fn scored<B: Windowed>(
+    evaluation: &Evaluation,
+    cells: &[Cell<'_>],
+    protocol: Protocol,
+    (backend, env): (&B, &Environment<'_>),
+    add: &mut dyn FnMut(PerplexityRow),
+) -> Result<()> {
+    let Evaluation { model, text, .. } = evaluation;
+    let decoder = Decoder::new(&model.checkpoint, &model.spec, backend);
+    // A device of its own keeps the weights; the CPU would hold them twice.
+    let decoder = if B::SIDE_BY_SIDE { decoder } else { decoder.keeping_weights() };
+    let score = |attention: &dyn AttentionProduct<B>| {
+        perplexity(&decoder, &text.sequences, attention, env.monitor).map_err(PipelineError::from).in_stage("evaluate")
+    };
     add(unquantized(score(&Exact)?));
     for cell in cells {
-        let score = score(&cell.cache(model, protocol)?)?;
+        let score = score(&cell.cache(model, protocol, backend)?)?;
         add(PerplexityRow {
             transform: cell.candidate.name.clone(),
             quantizer: cell.quantizer.to_string(),
@@ -81,8 +101,7 @@ fn rows(
             ..unquantized(score)
         });
     }
-    env.monitor.end();
-    Ok(rows)
+    Ok(())
 }
 
 fn unquantized(score: Score) -> PerplexityRow {

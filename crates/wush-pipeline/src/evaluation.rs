@@ -5,14 +5,17 @@ use wush_eval::Protocol;
 use wush_eval::cache::QuantizedCache;
 use wush_format::hash::Sha;
 use wush_format::manifest::Calibration;
-use wush_quant::{LayerBits, Method};
+use wush_model::backend::Backend;
+use wush_quant::{LayerBits, Method, ScaleDtype};
 
 use crate::candidates::{Candidate, Comparison};
 use crate::device::Runs;
 use crate::model::Model;
 use crate::notes::too_little_text;
 use crate::paths::require_page;
-use crate::plan::{Purpose, describe_evaluation_time, describe_model, each_once, load_sequences, longest};
+use crate::plan::{
+    Purpose, describe_device, describe_evaluation_time, describe_model, each_once, load_sequences, longest,
+};
 use crate::report::AllottedBits;
 use crate::request::{CodeBits, Environment, EvalRequest};
 use crate::sensitivity::{allotted, average_bits, uniform};
@@ -39,6 +42,8 @@ pub(crate) struct Cell<'a> {
     pub(crate) candidate: &'a Candidate,
     /// The quantizer.
     pub(crate) quantizer: Method,
+    /// How its scales are stored.
+    scales: ScaleDtype,
     /// Bits of every layer.
     pub(crate) bits: Vec<LayerBits>,
     /// Their average.
@@ -54,14 +59,15 @@ impl Evaluation {
     /// What cannot be read; `Option` for a transform that needs statistics without any, a bundle with `--transform`, or
     /// something that stands twice in a list; `UnusedOption`;
     /// `Solve`; `OutputInsideSource` for a page among the model's files; `Interrupted`.
-    pub(crate) fn begin(request: &EvalRequest, env: &Environment<'_>) -> Result<Self> {
-        let model = Model::resolve_any(&request.model, Runs::OnCpu, env)?;
+    pub(crate) fn begin(request: &EvalRequest, runs: Runs, env: &Environment<'_>) -> Result<Self> {
+        let model = Model::resolve_any(&request.model, runs, env)?;
         if let Some(page) = &request.html {
             require_page(page, &[model.dir()])?;
         }
         each_once("--bits", &request.bits)?;
         each_once("--quantizer", &request.quantizers)?;
         env.monitor.note(&describe_model(&model));
+        describe_device(&model).iter().for_each(|note| env.monitor.note(note));
         let text = load_sequences(&model, &request.text, Purpose::Score, env)?;
         let seq_len = longest(&text.sequences);
         let comparison = Comparison::plan(&model, &request.transforms, seq_len, env)?;
@@ -80,6 +86,10 @@ impl Evaluation {
 
     /// Says how long so many passes over the text take, about.
     pub(crate) fn tell_time(&self, n_passes: usize, env: &Environment<'_>) {
+        // The estimate is the CPU's.
+        if self.model.device.first().is_some() {
+            return;
+        }
         let note = describe_evaluation_time(&self.model, &self.text.sequences, n_passes);
         note.iter().for_each(|note| env.monitor.note(note));
     }
@@ -97,14 +107,19 @@ impl Evaluation {
         for candidate in &self.candidates {
             for quantizer in of_candidate(candidate) {
                 for &bits in &request.bits {
-                    cells.push(self.cell(candidate, quantizer, bits)?);
+                    cells.push(self.cell(candidate, (quantizer, request.scales), bits)?);
                 }
             }
         }
         Ok(cells)
     }
 
-    fn cell<'a>(&'a self, candidate: &'a Candidate, quantizer: Method, asked: CodeBits) -> Result<Cell<'a>> {
+    fn cell<'a>(
+        &'a self,
+        candidate: &'a Candidate,
+        (quantizer, scales): (Method, ScaleDtype),
+        asked: CodeBits,
+    ) -> Result<Cell<'a>> {
         let spec = &self.model.spec;
         let bits = match (asked, &candidate.sensitivity) {
             (CodeBits::Same(bits), _) => uniform(spec, bits),
@@ -112,7 +127,7 @@ impl Evaluation {
             (CodeBits::Auto(_), None) => return Err(unmeasured(candidate)),
         };
         let (average_bits, is_allotted) = (average_bits(spec, &bits), matches!(asked, CodeBits::Auto(_)));
-        Ok(Cell { candidate, quantizer, bits, average_bits, is_allotted })
+        Ok(Cell { candidate, quantizer, scales, bits, average_bits, is_allotted })
     }
 
     /// What the transforms were calibrated on; none where none needed it.
@@ -126,9 +141,14 @@ impl Cell<'_> {
     ///
     /// # Errors
     /// As `Candidate::layers`; a matrix that is not the model's.
-    pub(crate) fn cache(&self, model: &Model, protocol: Protocol) -> Result<QuantizedCache> {
-        let layers = self.candidate.layers(&self.quantizer, &self.bits)?;
-        Ok(QuantizedCache::new(&model.spec, layers, protocol)?)
+    pub(crate) fn cache<B: Backend>(
+        &self,
+        model: &Model,
+        protocol: Protocol,
+        backend: &B,
+    ) -> Result<QuantizedCache<B>> {
+        let layers = self.candidate.layers(&self.quantizer, self.scales, &self.bits)?;
+        Ok(QuantizedCache::new(&model.spec, layers, protocol, backend)?)
     }
 
     /// Bits layer by layer, where they were allotted.

@@ -66,6 +66,7 @@ pub use inspect::inspect;
 pub use merge::merge;
 pub use model::{HeadShape, Model};
 pub use notes::{describe_gain, describe_solve};
+pub use page::{AsPage, write_page};
 pub use recon::eval_recon;
 pub use solve::solve;
 pub use unfold::unfold;

@@ -15,11 +15,41 @@ use crate::human::{counted, human_bits};
 use crate::report::{EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
 use crate::{PipelineError, Result};
 
+/// What every page begins with, in either case.
+const PAGE_START: &[u8] = b"<!doctype html>";
+
+/// A report that can also be a page.
+pub trait AsPage {
+    /// Self-contained HTML.
+    ///
+    /// # Errors
+    /// `Eval` when a chart cannot be laid out.
+    fn page(&self) -> Result<String>;
+}
+
+impl AsPage for wush_inspect::Report {
+    fn page(&self) -> Result<String> {
+        Ok(wush_inspect::to_html(self))
+    }
+}
+
+impl AsPage for EvalPplReport {
+    fn page(&self) -> Result<String> {
+        perplexity_page(self)
+    }
+}
+
+impl AsPage for EvalReconReport {
+    fn page(&self) -> Result<String> {
+        recon_page(self)
+    }
+}
+
 /// A perplexity report: a chart a quantizer, with a line a transform over bits, and the table.
 ///
 /// # Errors
 /// `Eval` when a chart cannot be laid out.
-pub(crate) fn perplexity_page(report: &EvalPplReport) -> Result<String> {
+fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let Protocol { chunk, sink, keep, flush } = report.protocol;
     let windows = counted(report.sequences, "window");
     let text = format!("{}: {windows} of up to {} tokens", report.text, report.seq_len);
@@ -63,7 +93,7 @@ const MEASURES: [Measure; 5] = [
 ///
 /// # Errors
 /// `Eval` when a chart cannot be laid out.
-pub(crate) fn recon_page(report: &EvalReconReport) -> Result<String> {
+fn recon_page(report: &EvalReconReport) -> Result<String> {
     let sequences = counted(report.sequences, "sequence");
     let text = format!("{}: {sequences} of up to {} tokens", report.text, report.seq_len);
     let facts = [("text", text), ("calibration", calibration(report.calibration.as_ref()))];
@@ -184,26 +214,30 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// Writes a page, over an older page if there is one.
+/// Writes a report's page, over an older page if there is one. Comes after the report is out: what was measured is not lost where
+/// the page cannot be written.
 ///
 /// # Errors
-/// `Exists` for anything else at `path`; `Io`.
-pub(crate) fn write_page(page: &str, path: &Path, monitor: &dyn Monitor) -> Result<()> {
-    let is_there = path.symlink_metadata().is_ok();
-    if is_there && !starts_alike(path, page.as_bytes()) {
-        return Err(FormatError::Exists { path: path.to_owned() }.into());
-    }
+/// `Exists` for anything else at `path`; `Io`; as [`AsPage::page`].
+pub fn write_page(report: &impl AsPage, path: &Path, monitor: &dyn Monitor) -> Result<()> {
+    let page = report.page()?;
+    let is_there = require_replaceable(path)?;
     write_file(path, page.as_bytes())?;
     let replaced = if is_there { ", in place of an older one" } else { "" };
     monitor.note(&format!("page: {}{replaced}", path.display()));
     Ok(())
 }
 
-/// Whether `path` is a regular file with the first bytes of a page.
-fn starts_alike(path: &Path, page: &[u8]) -> bool {
-    const DOCTYPE: usize = "<!doctype html>".len();
-    let is_file = path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
-    let mut start = [0; DOCTYPE];
+/// Whether a page is at `path`, which a new one may replace.
+///
+/// # Errors
+/// `Exists` for anything else there.
+pub(crate) fn require_replaceable(path: &Path) -> Result<bool> {
+    let Ok(metadata) = path.symlink_metadata() else { return Ok(false) };
+    let mut start = [0; PAGE_START.len()];
     let mut read = || std::fs::File::open(path)?.read_exact(&mut start);
-    is_file && read().is_ok() && page.starts_with(&start)
+    if metadata.is_file() && read().is_ok() && start.eq_ignore_ascii_case(PAGE_START) {
+        return Ok(true);
+    }
+    Err(FormatError::Exists { path: path.to_owned() }.into())
 }

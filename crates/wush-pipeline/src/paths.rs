@@ -10,6 +10,7 @@ use wush_format::atomic::{StagedDir, StagedFile};
 use wush_format::tensor_file::TensorFile;
 
 use crate::error::{CHECKPOINT, DIRECTORY, STATISTICS, TRANSFORMS, is_failed_bundle};
+use crate::page::require_replaceable;
 use crate::{PipelineError, Result};
 
 /// Suffix of a bundle that did not pass the equivalence check: kept for a look, under a name that nobody serves.
@@ -74,16 +75,17 @@ pub(crate) fn finished_if(resume: bool, error: PipelineError) -> PipelineError {
     }
 }
 
-/// A page that may replace an older one, and lies among the files of no checkpoint, bundle or `sources`.
+/// A page that may replace an older one and nothing else, and lies among the files of no checkpoint, bundle or `sources`.
 ///
 /// # Errors
-/// `OutputInsideSource`, `Io`.
+/// `OutputInsideSource`, `Exists`, `Io`.
 pub(crate) fn require_page(path: &Path, sources: &[&Path]) -> Result<()> {
     require_parent(path)?;
     for source in sources.iter().filter(|source| source.is_dir()) {
         require_outside(path, source)?;
     }
-    require_outside_checkpoints(path)
+    require_outside_checkpoints(path)?;
+    require_replaceable(path).map(drop)
 }
 
 /// A directory that will be written. While this lives no other run can take its name.

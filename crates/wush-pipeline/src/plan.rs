@@ -25,7 +25,7 @@ use crate::request::{
 use crate::work::WorkDir;
 use crate::{PipelineError, Result, solve, verify};
 pub(crate) use announce::{
-    describe_calibration, describe_device, describe_evaluation_time, describe_model, describe_time,
+    describe_calibration, describe_device, describe_evaluation_time, describe_model, describe_recon_time, describe_time,
 };
 use announce::{describe_memory, describe_verification};
 pub use calibration::CalibrationPlan;

@@ -8,10 +8,10 @@ use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 
 use crate::card::geometric_mean;
+use crate::device::Runs;
 use crate::error::InStage;
 use crate::evaluation::{Cell, Evaluation};
-use crate::page::{recon_page, write_page};
-use crate::plan::n_tokens;
+use crate::plan::{describe_recon_time, n_tokens};
 use crate::report::{EvalReconReport, ModelInfo, ModuleRow, ReconRow};
 use crate::request::{Environment, EvalRequest};
 use crate::{PipelineError, Result};
@@ -22,30 +22,28 @@ use crate::{PipelineError, Result};
 /// As `Evaluation::begin`.
 pub fn eval_recon(request: &EvalRequest, env: &Environment<'_>) -> Result<EvalReconReport> {
     let clock = Instant::now();
-    let evaluation = Evaluation::begin(request, env)?;
+    let evaluation = Evaluation::begin(request, Runs::OnCpu, env)?;
     evaluation.tell_notes(env);
     let rows = rows(&evaluation, &evaluation.cells(request)?, env)?;
-    let report = EvalReconReport {
+    Ok(EvalReconReport {
         model: ModelInfo::new(&evaluation.model, evaluation.model_hash),
         text: evaluation.text.source.clone(),
         sequences: evaluation.text.sequences.len() as u64,
         seq_len: evaluation.seq_len as u64,
+        scale_dtype: request.scales.to_string(),
         calibration: evaluation.calibration(),
         rows,
         notes: evaluation.notes.clone(),
         seconds: clock.elapsed().as_secs_f64(),
-    };
-    if let Some(path) = &request.html {
-        write_page(&recon_page(&report)?, path, env.monitor)?;
-    }
-    Ok(report)
+    })
 }
 
 /// Measures every cache in one pass over the text.
 fn rows(evaluation: &Evaluation, cells: &[Cell<'_>], env: &Environment<'_>) -> Result<Vec<ReconRow>> {
     let Evaluation { model, text, .. } = evaluation;
     // No window is looked at here.
-    let caches = cells.iter().map(|cell| cell.cache(model, Protocol::PAPER)).collect::<Result<Vec<_>>>()?;
+    let caches = cells.iter().map(|cell| cell.cache(model, Protocol::PAPER, &Cpu)).collect::<Result<Vec<_>>>()?;
+    describe_recon_time(model, &text.sequences, caches.len()).iter().for_each(|note| env.monitor.note(note));
     env.monitor.begin("evaluate", "tokens", n_tokens(&text.sequences));
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);
     let measured = reconstruct(&decoder, &text.sequences, &caches, env.monitor);

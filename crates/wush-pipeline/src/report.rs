@@ -289,6 +289,8 @@ impl DemoReport {
 pub struct EvalPplReport {
     /// The model, or the bundle.
     pub model: ModelInfo,
+    /// Device of the forward passes, in f32; the cache's codec is the CPU's.
+    pub device: String,
     /// The text: file name or hub id.
     pub text: String,
     /// Sequences scored, each from an empty cache.
@@ -297,6 +299,8 @@ pub struct EvalPplReport {
     pub seq_len: u64,
     /// How they entered the cache.
     pub protocol: Protocol,
+    /// How scales and zero points were stored.
+    pub scale_dtype: String,
     /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
     pub calibration: Option<Calibration>,
     /// Unquantized first, then transform by transform, quantizer by quantizer, bits by bits.
@@ -319,6 +323,8 @@ pub struct EvalReconReport {
     pub sequences: u64,
     /// Tokens of the longest.
     pub seq_len: u64,
+    /// How scales and zero points were stored.
+    pub scale_dtype: String,
     /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
     pub calibration: Option<Calibration>,
     /// Transform by transform, quantizer by quantizer, bits by bits.

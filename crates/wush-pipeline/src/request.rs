@@ -14,7 +14,7 @@ pub use wush_fold::FoldDtype;
 use wush_format::monitor::Monitor;
 pub use wush_generate::Sampling;
 pub use wush_model::arch::RopeScaling;
-pub use wush_quant::Method;
+pub use wush_quant::{Method, ScaleDtype};
 pub use wush_runtime::Windows;
 use wush_transform::Needs;
 
@@ -448,6 +448,8 @@ pub struct EvalRequest {
     pub bits: Vec<CodeBits>,
     /// Quantizers; where there is none, what suits each transform.
     pub quantizers: Vec<Method>,
+    /// How scales and zero points are stored.
+    pub scales: ScaleDtype,
     /// What is compared.
     pub transforms: TransformsRequest,
     /// `--html`: a page to write.

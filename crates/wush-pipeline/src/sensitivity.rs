@@ -13,7 +13,7 @@ use wush_format::transforms::Transforms;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 use wush_model::spec::ModelSpec;
-use wush_quant::{Bits, LayerBits, Method};
+use wush_quant::{Bits, LayerBits, Method, ScaleDtype};
 
 use crate::Result;
 use crate::candidates::solved_layers;
@@ -33,7 +33,8 @@ pub(crate) fn measure(
 ) -> Result<Sensitivity> {
     let quantizer = Method::for_encoder(transforms.solve.feedback);
     let bits = vec![LayerBits::both(MEASURED); model.spec.layers.len()];
-    let cache = QuantizedCache::new(&model.spec, solved_layers(transforms, &quantizer, &bits)?, Protocol::PAPER)?;
+    let layers = solved_layers(transforms, &quantizer, ScaleDtype::Bf16, &bits)?;
+    let cache = QuantizedCache::new(&model.spec, layers, Protocol::PAPER, &Cpu)?;
     let tokens = n_tokens(sequences);
     monitor.begin("measure", "tokens", tokens);
     let decoder = Decoder::new(&model.checkpoint, &model.spec, &Cpu);

@@ -17,7 +17,8 @@ use wush_format::tensor_file::Dtype;
 use wush_model::ModelError;
 use wush_model::attention::{Exact, TransformedKeys};
 use wush_model::backend::Backend;
-use wush_model::decoder::{Decoder, log_sum_exp};
+use wush_model::backend::log_sum_exp;
+use wush_model::decoder::Decoder;
 use wush_model::spec::ModelSpec;
 
 use crate::Result;

@@ -102,8 +102,8 @@ pub struct ModelArgs {
     /// A checkpoint's directory, or a hub id org/name[@revision]
     #[arg(value_name = "MODEL")]
     pub model: String,
-    /// auto, cpu, cuda, cuda:N or cuda:all. Statistics are computed on a GPU where there is one, everything else on the CPU;
-    /// `wush doctor` says what is found
+    /// auto, cpu, cuda, cuda:N or cuda:all. Statistics, and the forward passes of `eval ppl`, are computed on a GPU where there is
+    /// one, everything else on the CPU; `wush doctor` says what is found
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
     /// RoPE scaling instead of the configuration's own, such as yarn:4

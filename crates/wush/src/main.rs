@@ -10,12 +10,13 @@ mod stream;
 
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
 use wush_pipeline::request::{DemoRequest, Environment, HubOptions};
-use wush_pipeline::{PipelineError, printable};
+use wush_pipeline::{AsPage, PipelineError, printable};
 
 use crate::cli::{BenchCommand, Cli, Command, EvalCommand, Format, GenerateArgs, GlobalArgs};
 use crate::progress::{Progress, Verbosity};
@@ -54,11 +55,12 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Solve(args) => emit(&wush_pipeline::solve(&args.request(), &env)?, format),
         Command::Fold(args) => emit(&wush_pipeline::fold(&args.request(), &env)?, format),
         Command::Unfold(args) => emit(&wush_pipeline::unfold(&args.request(), &env)?, format),
-        Command::Inspect(args) => emit(&wush_pipeline::inspect(&args.request(), &env)?, format),
-        Command::Eval(args) => match args.command {
-            EvalCommand::Ppl(args) => emit(&wush_pipeline::eval_ppl(&args.request(), &env)?, format),
-            EvalCommand::Recon(args) => emit(&wush_pipeline::eval_recon(&args.request(), &env)?, format),
-        },
+        Command::Inspect(args) => {
+            let request = args.request();
+            let report = wush_pipeline::inspect(&request, &env)?;
+            emit_with_page(&report, format, request.html.as_deref(), &env)
+        }
+        Command::Eval(args) => evaluate(args.command, &env, format),
         Command::Generate(args) => generate(args, &env, &cli.global),
         Command::Demo(args) => {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
@@ -93,6 +95,31 @@ fn emit<R: Report>(report: &R, format: Format) -> Result<ExitCode> {
     };
     print(&text)?;
     Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_CHECK_FAILED) })
+}
+
+/// The same, and then the page: a report that is out is not lost where its page cannot be written.
+fn emit_with_page<R>(report: &R, format: Format, page: Option<&Path>, env: &Environment<'_>) -> Result<ExitCode>
+where
+    R: Report + AsPage,
+{
+    let code = emit(report, format)?;
+    page.map(|path| wush_pipeline::write_page(report, path, env.monitor)).transpose()?;
+    Ok(code)
+}
+
+fn evaluate(command: EvalCommand, env: &Environment<'_>, format: Format) -> Result<ExitCode> {
+    match command {
+        EvalCommand::Ppl(args) => {
+            let request = args.request();
+            let report = wush_pipeline::eval_ppl(&request, env)?;
+            emit_with_page(&report, format, request.eval.html.as_deref(), env)
+        }
+        EvalCommand::Recon(args) => {
+            let request = args.request();
+            let report = wush_pipeline::eval_recon(&request, env)?;
+            emit_with_page(&report, format, request.html.as_deref(), env)
+        }
+    }
 }
 
 /// Text goes to stdout while it comes, and what it took to stderr; as JSON all of it is one report on stdout.

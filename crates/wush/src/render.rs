@@ -131,6 +131,7 @@ impl Report for EvalPplReport {
         text.row("text", &format!("{}: {windows} of up to {} tokens", self.text, self.seq_len));
         let Protocol { chunk, sink, keep, flush } = self.protocol;
         text.row("cache", &format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}"));
+        text.row("device", &self.device);
         text.calibration(self.calibration.as_ref());
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.notes(&self.notes);

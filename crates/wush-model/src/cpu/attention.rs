@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::product::{accumulate, multiply};
 use super::{Rows, elementwise};
+use crate::attention::{Chunk, KeysValues, assert_covers};
 use crate::backend::AttentionShape;
 
 /// Queries of one head that are handled together.
@@ -22,48 +23,21 @@ pub(super) fn causal(q: &Rows, k: &Rows, v: &Rows, shape: &AttentionShape) -> Ro
     })
 }
 
-/// Attention of a chunk of queries over a cache that holds some of its tokens quantized (Algorithm 2).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Chunk {
-    /// Positions of the queries.
-    pub queries: Range<usize>,
-    /// Positions whose quantized keys and values they read; at the others they read the exact ones.
-    pub quantized: Range<usize>,
-}
-
-/// Keys and values `[tokens, n_kv_heads * d]`.
-#[derive(Debug, Clone, Copy)]
-pub struct KeysValues<'a> {
-    /// The keys.
-    pub keys: &'a Rows,
-    /// The values.
-    pub values: &'a Rows,
-}
-
-impl<'a> KeysValues<'a> {
+impl<'a> KeysValues<'a, Rows> {
     fn part(self, keys: Range<usize>) -> Part<'a> {
         Part { keys, k: self.keys, v: self.values }
     }
 }
 
-/// Attention of one whole sequence, chunk by chunk; `chunks` cover the queries in order, and what a chunk reads quantized
-/// lies before its first query.
-///
-/// # Panics
-/// When they do not.
-pub fn windowed(
+/// [`Windowed::windowed`](crate::attention::Windowed::windowed): strips within chunks.
+pub(super) fn windowed(
     q: &Rows,
-    exact: KeysValues<'_>,
-    quantized: KeysValues<'_>,
+    exact: KeysValues<'_, Rows>,
+    quantized: KeysValues<'_, Rows>,
     shape: &AttentionShape,
     chunks: &[Chunk],
 ) -> Rows {
-    let mut at = 0;
-    for chunk in chunks {
-        assert!(chunk.queries.start == at && chunk.quantized.end <= at, "chunks cover the queries in order");
-        at = chunk.queries.end;
-    }
-    assert_eq!(at, q.n_rows, "chunks cover the queries");
+    assert_covers(chunks, q.n_rows);
     let chunk_of = |position: usize| &chunks[chunks.partition_point(|chunk| chunk.queries.end <= position)];
     over_strips(q, chunks.iter().flat_map(|chunk| strips(chunk.queries.clone())), shape, |queries| {
         let middle = chunk_of(queries.start).quantized.clone();

@@ -17,11 +17,12 @@ use std::ops::Range;
 use rayon::prelude::*;
 use wush_format::tensor_file::TensorView;
 
+use crate::attention::{Chunk, KeysValues, Windowed};
 use crate::backend::{Affine, AttentionShape, Backend, Mlp, RmsNorm};
 use crate::error::Result;
 use crate::rope::RopeTable;
 
-pub use attention::{Chunk, KeysValues, QueriesKeys, probability_errors, windowed};
+pub use attention::{QueriesKeys, probability_errors};
 pub use matmul::transform_heads;
 pub use stored::{Stored, StoredMatrix};
 
@@ -200,6 +201,28 @@ impl Backend for Cpu {
 
     fn to_host(&self, x: &Rows) -> Result<Vec<f32>> {
         Ok(x.data.clone())
+    }
+}
+
+impl Windowed for Cpu {
+    fn n_rows(&self, x: &Rows) -> usize {
+        x.n_rows
+    }
+
+    fn to_device(&self, n_rows: usize, data: Vec<f32>) -> Result<Rows> {
+        assert!(data.len().is_multiple_of(n_rows.max(1)), "whole rows");
+        Ok(Rows { n_rows, width: data.len() / n_rows.max(1), data })
+    }
+
+    fn windowed(
+        &self,
+        q: &Rows,
+        exact: KeysValues<'_, Rows>,
+        quantized: KeysValues<'_, Rows>,
+        shape: &AttentionShape,
+        chunks: &[Chunk],
+    ) -> Result<Rows> {
+        Ok(attention::windowed(q, exact, quantized, shape, chunks))
     }
 }
 

@@ -6,8 +6,8 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    CalibSource, CalibrationRequest, CodeBits, EvalPplRequest, EvalRequest, Method, Protocol, StatisticsSource,
-    TransformsRequest,
+    CalibSource, CalibrationRequest, CodeBits, EvalPplRequest, EvalRequest, Method, Protocol, ScaleDtype,
+    StatisticsSource, TransformsRequest,
 };
 
 use super::{ModelArgs, SolveOptionsArgs, whole_number};
@@ -76,6 +76,9 @@ struct QuantizerArgs {
     /// what suits the transform, quest-wide with error feedback and quest without]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     quantizer: Vec<Method>,
+    /// How scales and zero points are stored: bf16, as a server's cache has them, or f32
+    #[arg(long, value_name = "DTYPE", default_value_t = ScaleDtype::Bf16)]
+    scale_dtype: ScaleDtype,
 }
 
 /// Which tokens are quantized when.
@@ -152,6 +155,7 @@ impl WhatArgs {
             text: CalibrationRequest { source: text, text_field, sequences: windows, seq_len },
             bits: quantizers.bits,
             quantizers: quantizers.quantizer,
+            scales: quantizers.scale_dtype,
             transforms: transforms.request(),
             html,
         }
