@@ -41,6 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     ("wush-eval", &["wush-format", "wush-model", "wush-quant", "wush-runtime"]),
     ("wush-generate", &["wush-format", "wush-model", "wush-quant", "wush-runtime"]),
+    ("wush-python", &["wush-format", "wush-quant", "wush-runtime"]),
     ("wush", &["wush-pipeline"]),
 ];
 

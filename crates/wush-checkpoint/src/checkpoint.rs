@@ -9,10 +9,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use wush_format::FormatError;
 use wush_format::bundle::WUSH_DIR;
-use wush_format::hash::Sha;
 use wush_format::index::{WeightMap, load_index};
 use wush_format::json::{read_bounded, shown};
-use wush_format::manifest::FileEntry;
 use wush_format::tensor_file::{TensorFile, TensorInfo, TensorView};
 
 use crate::files::{self, Home};
@@ -159,13 +157,6 @@ impl Checkpoint {
     pub fn is_bundle(&self) -> bool {
         self.dir.join(WUSH_DIR).is_dir()
     }
-}
-
-/// The hash that identifies a model: SHA-256 over `name NUL hex-digest LF` of every shard, sorted by name. The order of
-/// `shards` and their lengths do not matter.
-pub fn weights_hash(shards: &[FileEntry]) -> Sha {
-    let lines: BTreeSet<String> = shards.iter().map(|file| format!("{}\0{}\n", file.path, file.sha256)).collect();
-    Sha::of(lines.into_iter().collect::<String>().as_bytes())
 }
 
 /// The names of the shards, sorted, and the index when there is one.

@@ -30,5 +30,6 @@ mod error;
 mod files;
 mod refusals;
 
-pub use checkpoint::{Checkpoint, Shard, weights_hash};
+pub use checkpoint::{Checkpoint, Shard};
 pub use error::{CheckpointError, Result};
+pub use wush_format::manifest::weights_hash;

@@ -1,6 +1,7 @@
 //! `wush/manifest.json`: what was made from what. Every list is sorted; no time stamp, no path of a machine, so the
 //! same input gives the same bytes.
 
+use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
 use schemars::JsonSchema;
@@ -89,6 +90,13 @@ pub struct FileEntry {
     pub n_bytes: u64,
     /// SHA-256.
     pub sha256: Sha,
+}
+
+/// The hash that identifies a model: SHA-256 over `name NUL hex-digest LF` of every shard, sorted by name. The order of
+/// `shards` and their lengths do not matter.
+pub fn weights_hash(shards: &[FileEntry]) -> Sha {
+    let lines: BTreeSet<String> = shards.iter().map(|file| format!("{}\0{}\n", file.path, file.sha256)).collect();
+    Sha::of(lines.into_iter().collect::<String>().as_bytes())
 }
 
 /// Identity of the coordinates that the folded weights live in.

@@ -93,7 +93,7 @@ impl LayerTransforms {
 pub struct Transforms {
     /// Layer id to transforms.
     pub layers: BTreeMap<usize, LayerTransforms>,
-    /// SHA-256 of the model's shards (see `wush_checkpoint::Checkpoint::weights_hash`).
+    /// SHA-256 of the model's shards (see `wush_format::manifest::weights_hash`).
     pub model_hash: Sha,
     /// How they were solved, as the manifest states it.
     pub solve: Solve,

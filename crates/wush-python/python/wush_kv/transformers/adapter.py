@@ -1,0 +1,169 @@
+"""Loading: a bundle's model with the attention function and the cache of this package, checked before it is handed out."""
+
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from wush_kv import Bundle, WushError
+from wush_kv.transformers.attention import NAME, attend, register
+from wush_kv.transformers.cache import WushCache, WushLayer
+from wush_kv.transformers.plan import SERVING, Counters, LayerPlan, Windows
+
+# Tokens of each of the two chunks of `Adapter.check_live`, and by how much a layer's attention may differ with its transforms, relative to
+# its norm. T_K and T_K^{-T} are float32, so a logit moves by some 2^-24 cond(T) ‖q‖ ‖k‖: 1e-3 where cond(T) is 10 and the norms' product
+# 2000 (below 1e-4 was measured). A query that meets keys of other coordinates is off by about all of it.
+PROBE_TOKENS = 8
+PROBE_TOLERANCE = 1e-3
+
+
+class Adapter:
+    """What a loaded model has as `model.wush`: its bundle, its caches' settings, counters."""
+
+    def __init__(
+        self, model: PreTrainedModel, bundle: Bundle, kv_bits: int, windows: Windows, method: str | None = None
+    ) -> None:
+        """Plan every layer, after the bundle's layers were held against the model's configuration."""
+        self.model, self.bundle, self.kv_bits, self.windows = model, bundle, kv_bits, windows
+        self.counters = Counters()
+        self.plans = [LayerPlan(bundle, layer, kv_bits, method, windows) for layer in bundle.layers]
+        self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._check_config()
+
+    def new_cache(self) -> WushCache:
+        """Return an empty cache, for `generate` or to be passed to `forward` by hand."""
+        return WushCache(self.plans, self.counters)
+
+    def forward(self, ids: Tensor, cache: WushCache, **kwargs: Any) -> Tensor:
+        """Logits `[batch, tokens, vocabulary]` of the next chunk of token ids, through a cache."""
+        logits: Tensor = self.model(ids, use_cache=True, **{self.cache_argument: cache}, **kwargs).logits
+        return logits
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, chunk: int = 16) -> Iterator[Tensor]:
+        """Logits of sequences `[batch, tokens]`, chunk after chunk through one cache (Section 5.2's protocol)."""
+        cache = self.new_cache()
+        for part in ids.split(chunk, dim=1):
+            yield self.forward(part, cache)
+
+    def _check_config(self) -> None:
+        config = self.model.config.get_text_config(decoder=True)
+        n_layers = config.num_hidden_layers
+        if self.bundle.layers != list(range(n_layers)):
+            raise WushError(
+                f"the bundle has transforms of layers {self.bundle.layers}, the model has {n_layers} layers"
+            )
+        for plan, sliding in zip(self.plans, _sliding_windows(config), strict=True):
+            plan.sliding_window = sliding
+        if config._attn_implementation != NAME:
+            raise WushError(f'attention: expected "{NAME}", found {config._attn_implementation!r}')
+
+    @torch.inference_mode()
+    def check_live(self) -> None:
+        """Prove that every layer's attention reads this cache, and that the transforms cancel where nothing is quantized."""
+        counters = Counters()
+        probe = WushCache([], counters)
+        probe.layers = [_ProbeLayer(plan, counters) for plan in self.plans]
+        ids = torch.arange(1, 2 * PROBE_TOKENS + 1, device=self.model.device)[None]
+        for part in ids.split(PROBE_TOKENS, dim=1):
+            self.forward(part, probe)
+        expected = ids.shape[1] * len(self.plans)
+        if counters.queries != expected:
+            raise WushError(f"attention passed by the cache: {counters.queries} of {expected} queries were seen")
+
+
+class _ProbeLayer(WushLayer):
+    """A layer that computes attention with and without its transforms, in float32, and refuses a difference."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.plain: list[Tensor] = []
+
+    def _flush(self) -> None:
+        """Quantize nothing."""
+
+    def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        """Attend through the cache, and to the keys as they are; the latter is what the next layer gets."""
+        assert self.pending is not None
+        (key, value), dtype = self.pending, query.dtype
+        self.plain.append(key)
+        self.pending = (key.float(), value.float())
+        found = super().attend(query.float(), mask, scaling, softcap)
+        values = self.sides[1].read(0)
+        if mask is None and query.shape[2] < self.seen:
+            raise WushError(f"layer {self.plan.layer}: a chunk after others has no mask")
+        expected = attend(query.float(), torch.cat(self.plain, dim=2).float(), values, mask, scaling, softcap)
+        off = (found - expected).norm() / expected.norm()
+        if not off <= PROBE_TOLERANCE:
+            raise WushError(
+                f"layer {self.plan.layer}: its transforms do not cancel: attention is off by {off:.2e} of its norm"
+            )
+        return expected.to(dtype)
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    kv_bits: int = 2,
+    *,
+    windows: Windows = SERVING,
+    quantizer: str | None = None,
+    verify: bool = True,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Return the bundle's model; its `generate` uses a cache packed at `kv_bits` bits, and `model.wush` is its `Adapter`.
+
+    `kv_bits`: 2, 3, 4, 8, or 16 for none quantized (transforms are applied all the same, and cancel). `windows`: which tokens
+    stay in full precision. `quantizer`: as `wush eval ppl` names it; the bundle's own by default. `verify`: check the SHA-256 of every
+    file. Other arguments go to `from_pretrained` (`device_map`, `dtype`, …).
+
+    Raises `WushError` for a bundle whose parts do not belong together, weights that do not fit it, a model whose attention does not
+    go through this package, or is changed by the transforms.
+    """
+    found = Bundle.open(bundle, verify=verify)
+    register()
+    kwargs = {"dtype": "auto"} | kwargs
+    model, info = AutoModelForCausalLM.from_pretrained(
+        bundle, attn_implementation=NAME, output_loading_info=True, **kwargs
+    )
+    problems = {name: sorted(map(str, keys)) for name, keys in info.items() if keys}
+    if problems:
+        raise WushError(f"{bundle}: the weights do not fit the model: {problems}")
+    model.eval()
+    model.wush = Adapter(model, found, kv_bits, windows, quantizer)
+    model.wush.check_live()
+    _give_cache(model)
+    return model
+
+
+def _give_cache(model: PreTrainedModel) -> None:
+    """Let `generate` begin with the packed cache, unless it is given one or told to use none."""
+    usual = model._prepare_cache_for_generation
+    adapter: Adapter = model.wush
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if generation_config.use_cache is False or model_kwargs.get(adapter.cache_argument) is not None:
+            return usual(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.cache_implementation not in (None, "dynamic", "hybrid"):
+            raise WushError(
+                f"cache_implementation={generation_config.cache_implementation!r}: the cache is the bundle's"
+            )
+        model_kwargs[adapter.cache_argument] = adapter.new_cache()
+        return None
+
+    model._prepare_cache_for_generation = prepare
+
+
+def _sliding_windows(config: Any) -> list[int | None]:
+    """Each layer's sliding window, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]

@@ -1,0 +1,55 @@
+"""Packed token-heads as torch tensors. Enters: float32 `[batch, n_kv_heads, tokens, d]` on any device. Leaves: their words.
+
+Packing is the Rust encoder's, error feedback included, on the CPU; unpacking is shifts and masks where the words are. The
+layout is docs/formats.md's: W words, at 3 bits W half-words, one word with scale and zero point in bfloat16.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wush_kv import Codec
+
+WORD_BYTES = 4
+TOKENS_AT_A_TIME = 4096
+"""A long prompt is packed in parts, so that its copy on the host stays small."""
+
+
+class Packer:
+    """The quantizer of one layer's keys or values, all KV heads."""
+
+    def __init__(self, codec: Codec) -> None:
+        """Wrap the bundle's quantizer."""
+        self.codec = codec
+        self.n_words = codec.n_bytes // WORD_BYTES
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Pack `[batch, n_kv_heads, tokens, d]` to int32 `[batch, n_kv_heads, tokens, n_words]`."""
+        parts = [self._pack_part(part) for part in x.split(TOKENS_AT_A_TIME, dim=2)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _pack_part(self, x: Tensor) -> Tensor:
+        packed = self.codec.pack(x.detach().float().cpu().contiguous().numpy())
+        return torch.from_numpy(np.asarray(packed).view(np.int32)).to(x.device)
+
+    def unpack(self, words: Tensor) -> Tensor:
+        """Unpack to float32 `[batch, n_kv_heads, tokens, d]`: `scale · (code − zero)`."""
+        codes = self._codes(words[..., :-1])[..., : self.codec.head_dim]
+        last = words[..., -1:]
+        scale, zero = (last << 16).view(torch.float32), (last & -0x10000).view(torch.float32)
+        return scale * (codes - zero)
+
+    def _codes(self, words: Tensor) -> Tensor:
+        bits = self.codec.bits
+        if bits != 3:
+            return _plane(words, 32 // bits, bits)
+        n_words = 2 * words.shape[-1] // 3  # W words and ⌈W / 2⌉ of half-words
+        low, half_words = words[..., :n_words], words[..., n_words:]
+        halves = _plane(half_words, 2, 16).unflatten(-1, (2, -1)).mT.flatten(-2)[..., :n_words]
+        return _plane(low, 16, 2) + 4 * _plane(halves, 16, 1)
+
+
+def _plane(words: Tensor, n_codes: int, width: int) -> Tensor:
+    """Codes of `width` bits in words `[…, W]`: coordinate p W + w is number p of word w."""
+    shifts = torch.arange(0, n_codes * width, width, dtype=torch.int32, device=words.device)
+    return (words[..., None, :] >> shifts[:, None] & (1 << width) - 1).flatten(-2)

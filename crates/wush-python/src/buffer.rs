@@ -1,0 +1,45 @@
+//! Python's buffers in and out. Enters: C-contiguous buffers of one element type. Leaves: their numbers, and memory views with a
+//! shape.
+
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyMemoryView};
+
+use crate::error::{BindingError, Result};
+
+/// A buffer's numbers and its shape; numbers are copied, so that Python may go on while they are used.
+pub(crate) struct Numbers<T> {
+    pub(crate) data: Vec<T>,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl<T: Element> Numbers<T> {
+    /// Reads a buffer of at least two axes and one element, `what` in messages.
+    pub(crate) fn read(py: Python<'_>, buffer: &PyBuffer<T>, what: &'static str) -> PyResult<Self> {
+        let shape = buffer.shape().to_vec();
+        if shape.len() < 2 || shape.contains(&0) {
+            let expected = "two axes or more, none empty".to_owned();
+            return Err(BindingError::Argument { what, expected, found: format!("{shape:?}") }.into());
+        }
+        Ok(Self { data: buffer.to_vec(py)?, shape })
+    }
+
+    /// The last axis.
+    pub(crate) fn width(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+}
+
+/// Refuses an axis of another length.
+pub(crate) fn check_axis(what: &'static str, expected: usize, found: usize) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(BindingError::Argument { what, expected: expected.to_string(), found: found.to_string() })
+}
+
+/// Bytes as a writable memory view of elements `format` ("f", "B") and of `shape`.
+pub(crate) fn view<'py>(py: Python<'py>, bytes: &[u8], format: &str, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
+    let view = PyMemoryView::from(&PyByteArray::new(py, bytes))?;
+    view.call_method1("cast", (format, shape.to_vec()))
+}

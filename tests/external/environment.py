@@ -1,0 +1,44 @@
+"""A cached virtual environment for the tests of this folder: the wheel of this checkout, and what a test needs from PyPI.
+
+What the calling interpreter has already is used, since torch takes gigabytes. Where something cannot be installed the test is
+skipped, loudly: exit code 77.
+"""
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INSIDE = "WUSH_EXTERNAL_INSIDE"
+
+
+def enter(name, *requirements):
+    """Returns inside the environment `name`, in a new process that runs the same script, and never in the calling one."""
+    if os.environ.get(INSIDE) == name:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wush-external"
+    home = cache / f"{name}-{sys.version_info.major}.{sys.version_info.minor}"
+    python = home / "bin/python"
+    try:
+        if not python.exists():
+            venv.create(home, with_pip=True)
+            purelib = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+            (purelib / "caller.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        install(python, "maturin>=1.9,<2", *requirements)
+        wheels = home / "wheels"
+        for old in wheels.glob("*.whl"):
+            old.unlink()
+        maturin = [home / "bin/maturin", "build", "--release", "--quiet", "--manifest-path", ROOT / "crates/wush-python/Cargo.toml"]
+        subprocess.run([*maturin, "--out", wheels], check=True)
+        install(python, "--force-reinstall", "--no-deps", *map(str, wheels.glob("*.whl")))
+    except subprocess.CalledProcessError as error:
+        print(f"SKIPPED: {' '.join(map(str, error.cmd))} failed with {error.returncode}", file=sys.stderr)
+        sys.exit(77)
+    environment = os.environ | {INSIDE: name, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    sys.exit(subprocess.run([python, *sys.argv], env=environment, check=False).returncode)
+
+
+def install(python, *what):
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *what], check=True)
