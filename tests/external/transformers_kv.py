@@ -35,7 +35,9 @@ def parse():
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--bits", default="2")
     parser.add_argument("--keep", type=Path, help="a folder to keep the bundles in")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.wush = args.wush.resolve()
+    return args
 
 
 def convert(args, model, folder):
@@ -69,8 +71,8 @@ def token_ids(bundle, text):
 
 def windows_of(bundle, text, n_windows):
     """The text's windows as `wush eval ppl` cuts them: a model whose tokenizer adds a BOS gets it at the start of each."""
-    from transformers import AutoTokenizer
     import torch
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundle)
     bos = tokenizer("").input_ids[:1]
@@ -85,7 +87,7 @@ def perplexity(model, windows):
     nll, n_tokens = 0.0, 0
     for ids in windows:
         last = None
-        for part, logits in zip(ids.split(CHUNK), model.wush.logits(ids[None], CHUNK)):
+        for part, logits in zip(ids.split(CHUNK), model.wush.logits(ids[None], CHUNK), strict=True):
             scored = logits[0] if last is None else torch.cat([last, logits[0]])
             targets = part[1:] if last is None else part
             nll += torch.nn.functional.cross_entropy(scored[: len(targets)].float(), targets, reduction="sum").item()
