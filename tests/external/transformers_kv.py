@@ -34,6 +34,7 @@ def parse():
     parser.add_argument("--calib", type=Path, help="text to calibrate on: by default TEXT, which makes its perplexities optimistic")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--bits", default="2")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="a folder to keep the bundles in")
     args = parser.parse_args()
     args.wush = args.wush.resolve()
@@ -124,7 +125,10 @@ def check_generate(bundle, base, text):
 
 
 def main():
+    import torch
+
     args, ok = parse(), True
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         for model in args.models:
             bundle = convert(args, model, args.keep or Path(scratch))

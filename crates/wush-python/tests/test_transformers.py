@@ -81,8 +81,19 @@ def test_what_is_unpacked_is_what_rust_unpacks(bundle, bits):
     words = ours.pack(x)
     assert words.shape == (2, heads, 7, codec.n_bytes // 4)
     expected = torch.frombuffer(codec.unpack(codec.pack(x.numpy())), dtype=torch.float32).view(x.shape)
-    torch.testing.assert_close(ours.unpack(words), expected, rtol=0, atol=0)
+    for unpack in (ours.unpack, ours.unpack_here):
+        torch.testing.assert_close(unpack(words), expected, rtol=0, atol=0)
     assert 0 < (expected - x).norm() < x.norm()
+
+
+def test_without_windows_all_before_a_token_is_quantized(bundle):
+    model = load(bundle, windows=Windows(sink=0, keep=0, flush=1))
+    ids, mask = padded(ids_of(model, 40, 25))
+    _, store = through_cache(model, ids, mask, [1] * 40)
+    assert store.n_quantized() == [40, 25]
+    assert store.layers[0].sides[0].recent.shape[2] == 0
+    # All but the first token of each row, and the 15 of padding.
+    assert model.wush.counters.met_quantized == (39 + 24) * len(model.wush.plans)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,7 +5,7 @@ the padding. Positions are *columns* of the batch, padding included, as transfor
 """
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from wush_kv.transformers.plan import Counters, LayerPlan
 PAGE = 256
 """Tokens by which the packed part grows, and by which sliding layers let go."""
 
-Rows = slice | Tensor
+Rows: TypeAlias = slice | Tensor
 """All rows of a batch, or the indices of some."""
 
 

@@ -1,6 +1,6 @@
 """Packed token-heads as torch tensors. Enters: float32 `[batch, n_kv_heads, tokens, d]` on any device. Leaves: their words.
 
-Packing is the Rust encoder's, error feedback included, on the CPU; unpacking is shifts and masks where the words are. The
+Packing is the Rust encoder's, error feedback included, on the CPU; unpacking is Rust's there, and shifts and masks on other devices. The
 layout is docs/formats.md's: W words, at 3 bits W half-words, one word with scale and zero point in bfloat16.
 """
 
@@ -34,6 +34,13 @@ class Packer:
 
     def unpack(self, words: Tensor) -> Tensor:
         """Unpack to float32 `[batch, n_kv_heads, tokens, d]`: `scale · (code − zero)`."""
+        if words.device.type == "cpu":
+            packed = words.contiguous().numpy().view(np.uint8)
+            return torch.from_numpy(np.asarray(self.codec.unpack(packed)))
+        return self.unpack_here(words)
+
+    def unpack_here(self, words: Tensor) -> Tensor:
+        """Unpack with the device's own shifts and masks: the same numbers."""
         codes = self._codes(words[..., :-1])[..., : self.codec.head_dim]
         last = words[..., -1:]
         scale, zero = (last << 16).view(torch.float32), (last & -0x10000).view(torch.float32)
