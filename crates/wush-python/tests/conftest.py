@@ -14,7 +14,7 @@ DEMO = ROOT / "tests/fixtures/demo-model"
 
 
 def convert(out: Path, *options: str, model: Path = DEMO, calib: Path = DEMO / "calibration.txt") -> Path:
-    wush = Path(os.environ.get("WUSH", ROOT / "target/release/wush"))
+    wush = Path(os.environ.get("WUSH", ROOT / "target/release/wush")).resolve()
     if not wush.exists():
         pytest.skip(f"SKIPPED: no bundle: set WUSH_BUNDLE to one, or build {wush}")
     command = [wush, "convert", model, "--out", out, "--calib", calib, "--verify-sequences", "0", "--quiet", *options]
