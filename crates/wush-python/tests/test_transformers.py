@@ -1,6 +1,7 @@
 """The adapter for transformers: a model's own `generate` over the packed cache, with padding, beams, sliding layers and chunks."""
 
 import json
+import warnings
 
 import pytest
 
@@ -9,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # small tensors: threads would only wait for each other
 
 import wush_kv.transformers as wush  # noqa: E402
-from conftest import DEMO  # noqa: E402
+from conftest import DEMO, TEXT, convert  # noqa: E402
 from wush_kv import Bundle, WushError  # noqa: E402
 from wush_kv.transformers import Windows, cache, packer  # noqa: E402
 
@@ -233,3 +234,17 @@ def test_what_would_degrade_quietly_is_refused(bundle):
         model.wush.forward(ids, model.wush.new_cache(), attention_mask=additive)
     with pytest.raises(WushError, match="windows"):
         Windows(sink=0, keep=-1, flush=1)
+
+
+def test_lengths_and_scalings_that_calibration_did_not_see(bundle, tmp_path):
+    model = load(bundle)
+    (ids,) = ids_of(model, 20)
+    one = torch.ones_like(ids)
+    with pytest.warns(UserWarning, match="up to position 512"):
+        model.generate(ids, attention_mask=one, max_new_tokens=493, stopping_criteria=[lambda *_: torch.tensor([True])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(ids, attention_mask=one, max_new_tokens=2)
+    scaled = convert(tmp_path / "yarn", *TEXT, "--rope-scaling", "yarn:2")
+    with pytest.raises(WushError, match="calibrated with yarn:2"):
+        load(scaled)

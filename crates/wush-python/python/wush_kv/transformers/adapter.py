@@ -1,7 +1,9 @@
 """Loading: a bundle's model with the attention function and the cache of this package, checked before it is handed out."""
 
 import inspect
+import json
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from wush_kv import Bundle, WushError
 from wush_kv.transformers.attention import NAME, attend, register
 from wush_kv.transformers.cache import WushCache, WushLayer
-from wush_kv.transformers.plan import SERVING, Counters, LayerPlan, Windows
+from wush_kv.transformers.plan import SERVING, UNQUANTIZED, Counters, LayerPlan, Windows
 
 # Tokens of each of the two chunks of `Adapter.check_live`, and by how much a layer's attention may differ with its transforms, relative to
 # its norm. T_K and T_K^{-T} are float32, so a logit moves by some 2^-24 cond(T) ‖q‖ ‖k‖: 1e-3 where cond(T) is 10 and the norms' product
@@ -31,11 +33,16 @@ class Adapter:
         self.model, self.bundle, self.kv_bits, self.windows = model, bundle, kv_bits, windows
         self.counters = Counters()
         self.plans = [LayerPlan(bundle, layer, kv_bits, method, windows) for layer in bundle.layers]
+        self.calibration: dict[str, Any] = json.loads(bundle.manifest_json)["calibration"] or {}
         self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._check_config()
 
     def new_cache(self) -> WushCache:
         """Return an empty cache, for `generate` or to be passed to `forward` by hand."""
+        if getattr(self.model, "_hf_peft_config_loaded", False):
+            raise WushError(
+                "an adapter (LoRA) was loaded: adapters of the original do not fit a bundle; merge, then convert"
+            )
         return WushCache(self.plans, self.counters)
 
     def forward(self, ids: Tensor, cache: WushCache, **kwargs: Any) -> Tensor:
@@ -59,8 +66,28 @@ class Adapter:
             )
         for plan, sliding in zip(self.plans, _sliding_windows(config), strict=True):
             plan.sliding_window = sliding
+        self._check_rope(config)
         if config._attn_implementation != NAME:
             raise WushError(f'attention: expected "{NAME}", found {config._attn_implementation!r}')
+
+    def _check_rope(self, config: Any) -> None:
+        """Keys must lie where calibration saw them: a scaling that it was told of must be the model's."""
+        scaling = self.calibration.get("rope_scaling")
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        if scaling and rope.get("rope_type") != scaling.partition(":")[0]:
+            raise WushError(
+                f"RoPE scaling: the bundle was calibrated with {scaling}, the model has {rope}: pass a `config` with it"
+            )
+
+    def warn_beyond(self, n_tokens: int) -> None:
+        """Say once a length that statistics do not cover."""
+        covered = self.calibration.get("max_seq_len")
+        if covered is not None and n_tokens > covered:
+            warnings.warn(
+                f"up to {n_tokens} tokens, but the bundle was calibrated up to position {covered}: beyond it, nothing is known of "
+                "how well its keys are quantized",
+                stacklevel=4,
+            )
 
     @torch.inference_mode()
     def check_live(self) -> None:
@@ -152,6 +179,8 @@ def _give_cache(model: PreTrainedModel) -> None:
             raise WushError(
                 f"cache_implementation={generation_config.cache_implementation!r}: the cache is the bundle's"
             )
+        if adapter.kv_bits != UNQUANTIZED:
+            adapter.warn_beyond(generation_config.max_length)
         model_kwargs[adapter.cache_argument] = adapter.new_cache()
         return None
 
