@@ -157,10 +157,7 @@ impl<T: Compute> Backend for Gpu<T> {
     }
 
     fn vector(&self, view: TensorView<'_>, rows: Range<usize>, add: f32) -> ModelResult<Vector<T>> {
-        let data = match self.drawn {
-            Some(_) => vec![1.0; rows.len()],
-            None => Cpu.vector(view, rows, add)?,
-        };
+        let data = if self.draws() { vec![1.0; rows.len()] } else { Cpu.vector(view, rows, add)? };
         let wide = self.device.upload(&data)?;
         let narrow = T::weights(self, Dtype::F32, bytemuck::cast_slice(&data))?;
         Ok(Vector { wide, narrow })

@@ -77,13 +77,27 @@ pub(crate) fn random_scaled<T: Element + From<bf16>>(
     len: usize,
     factor: f32,
 ) -> Result<Buffer<T>> {
-    let drawn = draw(seed, len.min(DRAWN)).map(|x| T::from(bf16::from_f32(factor * x)));
-    tiled(device, &drawn.collect::<Vec<_>>(), len)
+    tiled(device, &drawn(seed, len, factor), len)
 }
 
-/// `pattern` again and again; rows of a power of two would all be alike, were it not for the odd length that is taken of it.
+/// The same on the host.
+pub(crate) fn pattern<T: Element + From<bf16>>(seed: u64, len: usize, factor: f32) -> Vec<T> {
+    let drawn = drawn(seed, len, factor);
+    drawn[..piece(drawn.len())].iter().copied().cycle().take(len).collect()
+}
+
+fn drawn<T: Element + From<bf16>>(seed: u64, len: usize, factor: f32) -> Vec<T> {
+    draw(seed, len.min(DRAWN)).map(|x| T::from(bf16::from_f32(factor * x))).collect()
+}
+
+/// How much of what was drawn is repeated: rows of a power of two would all be alike, were it not for an odd length.
+fn piece(len: usize) -> usize {
+    len - usize::from(len == DRAWN)
+}
+
+/// `pattern` again and again.
 fn tiled<T: Element>(device: &Device, pattern: &[T], len: usize) -> Result<Buffer<T>> {
-    let piece = device.upload(&pattern[..pattern.len() - usize::from(pattern.len() == DRAWN)])?;
+    let piece = device.upload(&pattern[..piece(pattern.len())])?;
     let mut buffer = device.uninit(len)?;
     let mut done = 0;
     while done < len {

@@ -67,6 +67,16 @@ pub enum GpuError {
         /// The budget, or what the device has.
         limit: u64,
     },
+    /// No way of running a model fits the memory there is, or that was allowed.
+    #[error(
+        "the model needs {needed} bytes of GPU memory with two layers on the card at a time; {limit} are free or allowed"
+    )]
+    DoesNotFit {
+        /// Of the plan that takes least.
+        needed: u64,
+        /// What is free, or `--max-gpu-memory`.
+        limit: u64,
+    },
     /// A kernel did not compile.
     #[error("kernels/{kernel}.cu: cannot compile for {target}: {log}")]
     Compile {
@@ -181,6 +191,9 @@ impl GpuError {
                 "run with --device cpu"
             }
             Self::OutOfMemory { .. } => {
+                "give it a --max-gpu-memory below what is free, or a smaller --seq-len: `nvidia-smi` shows who else uses the device"
+            }
+            Self::DoesNotFit { .. } => {
                 "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"
             }
             Self::Driver { .. } | Self::Blas { .. } => {

@@ -26,6 +26,8 @@ use crate::upload::Uploader;
 pub trait Compute: Activation + AttentionElement + Into<f32> + From<bf16> {
     /// As reports name it.
     const NAME: &'static str;
+    /// As checkpoints name it: tensors of this type are brought as they are.
+    const STORED: Dtype;
 
     /// The same attention for the kernels of the exact Hessians, which take bf16.
     fn for_hessians(attention: Attention<'_, Self>) -> Option<Attention<'_, bf16>>;
@@ -37,6 +39,7 @@ pub trait Compute: Activation + AttentionElement + Into<f32> + From<bf16> {
 
 impl Compute for bf16 {
     const NAME: &'static str = "bf16";
+    const STORED: Dtype = Dtype::BF16;
 
     fn for_hessians(attention: Attention<'_, Self>) -> Option<Attention<'_, bf16>> {
         Some(attention)
@@ -53,6 +56,7 @@ impl Compute for bf16 {
 
 impl Compute for f32 {
     const NAME: &'static str = "f32";
+    const STORED: Dtype = Dtype::F32;
 
     fn for_hessians(_: Attention<'_, Self>) -> Option<Attention<'_, bf16>> {
         None
@@ -67,8 +71,21 @@ impl Compute for f32 {
     }
 }
 
+/// Largest matrices that a pattern of weights on the host holds.
+const HOST_MATRICES: usize = 4;
+/// Elements from the start of one matrix in the pattern to that of the next, before they wrap around: a prime, so that starts differ.
+const HOST_STEP: usize = 100_000_007;
 /// Deviation of drawn weights, as models are initialized.
 const DRAWN_DEVIATION: f32 = 0.02;
+
+/// Where random weights come from, in the place of those that a checkpoint holds.
+#[derive(Debug)]
+enum Drawn<T> {
+    /// Made on the card.
+    OnCard,
+    /// Brought there from host memory, as those of a mapped file are: a pattern, of which every matrix takes another part.
+    OnHost(Vec<T>),
+}
 
 /// Stages and the marks around each.
 #[derive(Debug, Default)]
@@ -107,8 +124,8 @@ pub struct Gpu<T: Compute> {
     tables: Kept<Rows>,
     /// Output heads.
     heads: Kept<Weights<T>>,
-    /// Where weights are drawn and not read: how many tensors were.
-    pub(crate) drawn: Option<AtomicU64>,
+    /// Where weights are drawn and not read, and how many tensors were.
+    drawn: Option<(Drawn<T>, AtomicU64)>,
     profile: Mutex<Option<Profile>>,
 }
 
@@ -123,7 +140,19 @@ impl<T: Compute> Gpu<T> {
     /// Runs on `device` with random weights in the place of those that a checkpoint holds, for measurements: matrices as models are
     /// initialized, norms of ones.
     pub fn drawing(device: Device) -> Self {
-        Self { drawn: Some(AtomicU64::new(0)), ..Self::new(device) }
+        Self { drawn: Some((Drawn::OnCard, AtomicU64::new(0))), ..Self::new(device) }
+    }
+
+    /// The same with weights that come from host memory each time, as those of a mapped file do once the system has read it: matrices
+    /// of at most `largest` elements, from a pattern of four times that, which no cache holds.
+    pub fn drawing_on_host(device: Device, largest: usize) -> Self {
+        let pattern = Drawn::OnHost(bench::pattern(0, HOST_MATRICES * largest, DRAWN_DEVIATION));
+        Self { drawn: Some((pattern, AtomicU64::new(0))), ..Self::new(device) }
+    }
+
+    /// Whether weights are drawn and not read.
+    pub(crate) fn draws(&self) -> bool {
+        self.drawn.is_some()
     }
 
     /// From here on the device notes how long each stage takes.
@@ -160,8 +189,15 @@ impl<T: Compute> Gpu<T> {
 
     /// A random matrix, where weights are drawn.
     pub(crate) fn draw(&self, len: usize) -> Option<Result<Buffer<T>>> {
-        let seed = self.drawn.as_ref()?.fetch_add(1, Ordering::Relaxed);
-        Some(bench::random_scaled(&self.device, seed, len, DRAWN_DEVIATION))
+        let (drawn, count) = self.drawn.as_ref()?;
+        let seed = count.fetch_add(1, Ordering::Relaxed);
+        Some(match drawn {
+            Drawn::OnCard => bench::random_scaled(&self.device, seed, len, DRAWN_DEVIATION),
+            Drawn::OnHost(pattern) => {
+                let start = (seed as usize).wrapping_mul(HOST_STEP) % (pattern.len() - len + 1);
+                self.upload(bytemuck::cast_slice(&pattern[start..start + len]))
+            }
+        })
     }
 
     /// Where it runs.
@@ -190,7 +226,7 @@ impl<T: Compute> Gpu<T> {
     /// A table on the device, kept from its first use on.
     pub(crate) fn table(&self, table: TensorView<'_>) -> Result<Arc<Rows>> {
         kept(&self.tables, table, || match table.dtype {
-            _ if self.drawn.is_some() => {
+            _ if self.draws() => {
                 let len = table.shape.iter().product();
                 Ok(Rows::Bf16(bench::random_scaled(&self.device, 0, len, DRAWN_DEVIATION)?))
             }

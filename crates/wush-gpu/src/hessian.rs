@@ -127,6 +127,12 @@ impl Plan {
     }
 }
 
+/// Elements of one layer's sums, and of the products of its output projections.
+pub fn elements([n_heads, n_kv_heads]: [usize; 2], head_dim: usize) -> [u64; 2] {
+    let (square, wide) = ((head_dim * head_dim) as u64, (n_heads * head_dim) as u64);
+    [2 * n_kv_heads as u64 * square, wide * wide / n_kv_heads.max(1) as u64]
+}
+
 /// Scratch of some KV heads.
 struct Scratch {
     mean: Buffer<f32>,

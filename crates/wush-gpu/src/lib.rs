@@ -20,9 +20,11 @@
 pub mod attention;
 pub mod backend;
 pub mod bench;
+pub mod carrier;
 pub mod compiler;
 pub mod convert;
 pub mod elementwise;
+pub mod forward;
 pub mod gram;
 pub mod hessian;
 pub mod kernels;
@@ -41,6 +43,7 @@ pub mod survey;
 pub mod tensor;
 pub mod transform_heads;
 pub mod upload;
+pub mod weighted;
 
 mod buffer;
 mod device;

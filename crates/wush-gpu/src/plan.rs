@@ -1,12 +1,21 @@
 //! Whether a model fits a GPU: its shapes the kernels, and what a calibration will hold the card. The latter is stated before it
 //! starts, and kept to.
 
+use wush_checkpoint::Checkpoint;
+use wush_format::tensor_file::Dtype;
 use wush_model::spec::{LayerSpec, ModelSpec, TensorSlice};
+use wush_model::weights;
 
 use crate::backend::{Compute, MLP_ROWS};
+use crate::carrier::ON_CARD;
 use crate::error::{GpuError, Result};
 use crate::gram::GramParts;
+use crate::hessian;
 use crate::matmul::WORKSPACE_BYTES;
+use crate::pool;
+
+/// Layers on the card while a model streams through it.
+const N_LAYERS: u64 = 2;
 
 /// Bytes of an f32, and of an f64 sum.
 const WIDE: [u64; 2] = [4, 8];
@@ -41,9 +50,21 @@ pub fn check(spec: &ModelSpec) -> Result<()> {
     Ok(())
 }
 
-/// Device memory of a calibration with resident weights, bytes.
+/// Where a model's layers are while it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement {
+    /// All on the card; sequences follow each other.
+    Resident,
+    /// Two on the card, the one that works and the next, which comes meanwhile; all sequences of a group go through a layer, and
+    /// their hidden states wait in host memory.
+    Streamed,
+}
+
+/// Device memory of a calibration, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
+    /// Where the layers are.
+    pub placement: Placement,
     /// Layers and the embedding.
     pub weights: u64,
     /// Hidden states of a sequence and what a layer makes of them.
@@ -54,18 +75,57 @@ pub struct GpuMemory {
     pub scratch: u64,
 }
 
+/// What a calibration does on a card.
+#[derive(Debug, Clone, Copy)]
+pub struct Work<'a> {
+    /// Where the weights come from; none where they are drawn.
+    pub checkpoint: Option<&'a Checkpoint>,
+    /// The model.
+    pub spec: &'a ModelSpec,
+    /// Tokens of the longest sequence.
+    pub n_tokens: usize,
+    /// Whether Appendix C's exact Hessians are summed.
+    pub hessians: bool,
+}
+
 impl GpuMemory {
-    /// Of sequences of at most `n_tokens`.
-    pub fn of<T: Compute>(spec: &ModelSpec, n_tokens: usize) -> Self {
+    /// With the layers where they fit `limit` bytes: all on the card, if they can be.
+    ///
+    /// # Errors
+    /// `DoesNotFit` when not even two layers do.
+    pub fn within<T: Compute>(work: &Work<'_>, limit: u64) -> Result<Self> {
+        let plans = [Placement::Resident, Placement::Streamed].map(|placement| Self::of::<T>(work, placement));
+        let fits = plans.into_iter().find(|plan| plan.total() <= limit);
+        fits.ok_or(GpuError::DoesNotFit { needed: plans[1].total(), limit })
+    }
+
+    /// With the layers there.
+    pub fn of<T: Compute>(work: &Work<'_>, placement: Placement) -> Self {
+        let Work { spec, n_tokens, hessians, .. } = *work;
         let element = size_of::<T>() as u64;
         let largest = |bytes: &dyn Fn(&LayerSpec) -> u64| spec.layers.iter().map(bytes).max().unwrap_or(0);
-        let weights = spec.layers.iter().flat_map(LayerSpec::slices).map(n_elements).sum::<u64>() * element;
+        let of_layer = |layer: &LayerSpec| layer.slices().map(room::<T>).sum::<u64>();
+        let (layers, parked) = match placement {
+            Placement::Resident => (spec.layers.iter().map(of_layer).sum(), 0),
+            Placement::Streamed => (N_LAYERS * largest(&of_layer), (ON_CARD * n_tokens * spec.hidden_size) as u64),
+        };
+        let staging = work.checkpoint.map_or(0, |checkpoint| staging::<T>(checkpoint, spec));
         Self {
-            weights: weights + n_elements(&spec.embedding) * element,
-            activations: largest(&|layer| activations(spec.hidden_size, layer, n_tokens)) * element,
-            statistics: spec.layers.iter().map(sums).sum::<u64>() * WIDE[1],
-            scratch: largest(&|layer| scratch::<T>(layer, n_tokens)) + WORKSPACE_BYTES as u64,
+            placement,
+            weights: layers + room::<T>(&spec.embedding),
+            activations: (largest(&|layer| activations(spec.hidden_size, layer, n_tokens)) + parked) * element,
+            statistics: spec.layers.iter().map(|layer| sums(layer, hessians)).sum(),
+            scratch: largest(&|layer| scratch::<T>(layer, n_tokens, hessians)) + WORKSPACE_BYTES as u64 + staging,
         }
+    }
+
+    /// What the loader of a streamed model may take of `limit` bytes, and what everything else may: what is planned for each, and half
+    /// of the rest.
+    pub fn budgets<T: Compute>(&self, work: &Work<'_>, limit: u64) -> [u64; 2] {
+        let staging = work.checkpoint.map_or(0, |checkpoint| staging::<T>(checkpoint, work.spec));
+        let loader = self.weights - room::<T>(&work.spec.embedding) + staging;
+        let spare = limit.saturating_sub(self.total()) / 2;
+        [loader + spare, limit.saturating_sub(loader + spare)]
     }
 
     /// All of it.
@@ -78,29 +138,60 @@ fn n_elements(slice: &TensorSlice) -> u64 {
     slice.rows.len() as u64 * slice.cols as u64
 }
 
-/// Elements: the residual stream; its norm, whose memory the attention's output takes; queries, keys and values; and the MLP's part
-/// of the tokens. The pool keeps what one stage gave back for the same stage of the next layer, so they add up.
+/// Bytes of a tensor on the device, as the pool rounds them. Vectors are there in f32, too.
+fn room<T: Compute>(slice: &TensorSlice) -> u64 {
+    let of = |element: u64| pool::rounded(n_elements(slice) * element).unwrap_or(u64::MAX);
+    let wide = if slice.cols == 1 { of(WIDE[0]) } else { 0 };
+    of(size_of::<T>() as u64).saturating_add(wide)
+}
+
+/// Elements: the residual stream; its norm, whose memory the attention's output takes where it is about as large; queries, keys and
+/// values; and the MLP's part of the tokens. The pool keeps what one stage gave back for the same stage of the next layer, so they
+/// add up.
 fn activations(hidden: usize, layer: &LayerSpec, n_tokens: usize) -> u64 {
     let (attn, mlp) = (&layer.attn, &layer.mlp);
     let attended = attn.n_heads * attn.head_dim;
     let qkv = attended + 2 * attn.n_kv_heads * attn.head_dim;
     let of_mlp = hidden + 3 * mlp.gate.weight.rows.len();
     let post_norm = [&layer.attn_post_norm, &layer.mlp_post_norm].into_iter().flatten().next().map_or(0, |_| hidden);
-    let whole = (hidden + hidden.max(attended) + qkv + post_norm) as u64 * n_tokens as u64;
+    let normed_and_attended = if pool::serves(hidden as u64, attended as u64) { hidden } else { hidden + attended };
+    let whole = (hidden + normed_and_attended + qkv + post_norm) as u64 * n_tokens as u64;
     whole + of_mlp as u64 * n_tokens.min(MLP_ROWS) as u64
 }
 
-/// Elements of a layer's sums.
-fn sums(layer: &LayerSpec) -> u64 {
-    let (n_kv, d) = (layer.attn.n_kv_heads as u64, layer.attn.head_dim as u64);
-    n_kv * (3 * d * d + d)
+/// Bytes of a layer's sums, and of what its exact Hessians are made with.
+fn sums(layer: &LayerSpec, hessians: bool) -> u64 {
+    let attn = &layer.attn;
+    let (n_kv, d) = (attn.n_kv_heads as u64, attn.head_dim as u64);
+    let [exact, couplings] = hessian::elements([attn.n_heads, attn.n_kv_heads], attn.head_dim);
+    let room = |n_elements: u64, element: u64| pool::rounded(n_elements * element).unwrap_or(u64::MAX);
+    let exact = if hessians { 2 * room(exact / 2, WIDE[1]) + room(couplings, WIDE[0]) } else { 0 };
+    3 * room(n_kv * d * d, WIDE[1]) + room(n_kv * d, WIDE[1]) + exact
 }
 
-/// Bytes of parts of sums, rotary tables and token ids.
-fn scratch<T: Compute>(layer: &LayerSpec, n_tokens: usize) -> u64 {
+/// Bytes of parts of sums, exact Hessians, rotary tables and token ids.
+fn scratch<T: Compute>(layer: &LayerSpec, n_tokens: usize, hessians: bool) -> u64 {
     let attn = &layer.attn;
     let parts = GramParts::n_bytes::<T>(n_tokens, attn.n_heads + 2 * attn.n_kv_heads, attn.head_dim);
+    // How a block is cut does not matter to its scratch; heads that no kernel takes are refused when they are met.
+    let heads = [attn.n_heads, attn.n_kv_heads];
+    let exact = || hessian::scratch_bytes(n_tokens, heads, attn.head_dim, u32::MAX).unwrap_or(0);
     let rotary = attn.rope.as_ref().map_or(0, |rope| rope.rotary_dim as u64);
     // Two kinds of layers may turn by two tables, each cos and sin; ids are as long.
-    parts + n_tokens as u64 * WIDE[0] * (2 * rotary + 1)
+    parts + if hessians { exact() } else { 0 } + n_tokens as u64 * WIDE[0] * (2 * rotary + 1)
+}
+
+/// Bytes of the largest tensor as it is stored, where it is converted on the device.
+fn staging<T: Compute>(checkpoint: &Checkpoint, spec: &ModelSpec) -> u64 {
+    let bytes = |slice: &TensorSlice| {
+        // What cannot be read is found when it is.
+        let dtype = weights::view(checkpoint, slice).map_or(T::STORED, |view| view.dtype);
+        let element = match dtype {
+            dtype if dtype == T::STORED => 0,
+            Dtype::BF16 | Dtype::F16 => 2,
+            _ => WIDE[0],
+        };
+        pool::rounded(n_elements(slice) * element).unwrap_or(u64::MAX)
+    };
+    spec.layers.iter().flat_map(LayerSpec::slices).map(bytes).max().unwrap_or(0)
 }

@@ -118,8 +118,7 @@ impl Pool {
     }
 
     fn reuse(&mut self, size: u64) -> Option<(u64, u64)> {
-        let largest = size.saturating_mul(LEAST_USE.1) / LEAST_USE.0;
-        let (&found, blocks) = self.idle.range_mut(size..=largest).next()?;
+        let (&found, blocks) = self.idle.range_mut(size..=most_for(size)).next()?;
         let address = blocks.pop().expect("no size without blocks is kept");
         if blocks.is_empty() {
             self.idle.remove(&found);
@@ -138,8 +137,18 @@ impl Pool {
     }
 }
 
+/// Whether a block of `size` bytes that is idle is handed on for a request of `wanted`.
+pub(crate) fn serves(size: u64, wanted: u64) -> bool {
+    (wanted..=most_for(wanted)).contains(&size)
+}
+
+/// The largest block that a request is given.
+fn most_for(wanted: u64) -> u64 {
+    wanted.saturating_mul(LEAST_USE.1) / LEAST_USE.0
+}
+
 /// The size of the block that holds `n_bytes`; none beyond what an address can reach.
-fn rounded(n_bytes: u64) -> Option<u64> {
+pub(crate) fn rounded(n_bytes: u64) -> Option<u64> {
     let step = if n_bytes < LARGE { SMALL_STEP } else { LARGE_STEP };
     n_bytes.max(1).checked_next_multiple_of(step)
 }

@@ -4,6 +4,7 @@
 //! tensor in which something was not finite. The sums go on from those of an earlier run, so that neither a stop nor the times of
 //! saving leave a trace in the bits.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use wush_checkpoint::Checkpoint;
@@ -30,8 +31,18 @@ pub struct RunningSums<'a> {
     weights: (&'a Checkpoint, &'a ModelSpec),
     layers: Vec<Mutex<Layer>>,
     finite: Mutex<FiniteCheck>,
+    order: Order,
     /// Sequences that were summed entirely, those of earlier runs included.
     n_sequences: usize,
+}
+
+/// In which order activations are seen; the device is waited for at the end of each round, to learn whether all were finite.
+#[derive(Debug)]
+enum Order {
+    /// All layers of a sequence make a round.
+    BySequence,
+    /// So many sequences in a layer make a round, of which some are seen and some are added.
+    ByLayer { n_sequences: usize, n_seen: AtomicUsize, n_added: usize },
 }
 
 /// Of one layer; see [`Moments`].
@@ -82,7 +93,18 @@ impl<'a> RunningSums<'a> {
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
         let finite = Mutex::new(FiniteCheck::new(device, layers.len() * ROLES.len())?);
-        Ok(Self { device: device.clone(), weights, layers, finite, n_sequences: statistics.info.sequence_hashes.len() })
+        let n_sequences = statistics.info.sequence_hashes.len();
+        Ok(Self { device: device.clone(), weights, layers, finite, order: Order::BySequence, n_sequences })
+    }
+
+    /// From here on every layer sees `n_sequences` before the next layer does.
+    ///
+    /// # Errors
+    /// `TooLarge`, `OutOfMemory`, `Driver`.
+    pub fn by_layer(&mut self, n_sequences: usize) -> Result<()> {
+        self.order = Order::ByLayer { n_sequences, n_seen: AtomicUsize::new(0), n_added: 0 };
+        self.finite = Mutex::new(FiniteCheck::new(&self.device, n_sequences * ROLES.len())?);
+        Ok(())
     }
 
     /// The sums of all layers, in order; waits for the device.
@@ -96,22 +118,30 @@ impl<'a> RunningSums<'a> {
     /// Notes where one sequence was not finite, without waiting.
     fn look<T: Compute>(&self, layer: usize, qkv: [&Tensor<T>; 3]) -> Result<()> {
         let mut finite = self.finite.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = match &self.order {
+            Order::BySequence => layer,
+            Order::ByLayer { n_seen, .. } => n_seen.fetch_add(1, Ordering::Relaxed),
+        };
         if let Some(joined) = Tensor::joined(qkv) {
-            return finite.look(layer * ROLES.len(), joined);
+            return finite.look(place * ROLES.len(), joined);
         }
-        let slots = (layer * ROLES.len()..).zip(qkv);
+        let slots = (place * ROLES.len()..).zip(qkv);
         slots.into_iter().try_for_each(|(slot, x)| finite.look(slot, x.matrix()))
     }
 
-    /// What was not finite since the last call; waits for the device.
-    fn check(&self) -> ModelResult<()> {
+    /// What was not finite in the round that `layer` ends; waits for the device.
+    fn check(&self, layer: usize) -> ModelResult<()> {
         let mut finite = self.finite.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(found) = finite.first()? else { return Ok(()) };
         finite.clear()?;
-        let layer = found.slot / ROLES.len();
+        let place = found.slot / ROLES.len();
+        let (layer, sequence) = match self.order {
+            Order::BySequence => (place, self.n_sequences),
+            Order::ByLayer { .. } => (layer, self.n_sequences + place),
+        };
         let widths = self.layers[layer].lock().unwrap_or_else(PoisonError::into_inner).widths;
         let role = role(found.slot % ROLES.len(), found.index, widths);
-        Err(ModelError::NonFinite { layer, what: ROLES[role], sequence: self.n_sequences })
+        Err(ModelError::NonFinite { layer, what: ROLES[role], sequence })
     }
 }
 
@@ -215,11 +245,23 @@ impl<T: Compute> Observer<Gpu<T>> for RunningSums<'_> {
         Ok(gpu.stage("Hessians", || sums.add_hessians(gpu, attention))?)
     }
 
-    /// After the last layer the device is waited for, once a sequence.
+    /// At the end of a round the device is waited for.
     fn add(&mut self, layer: usize, (): ()) -> ModelResult<()> {
+        let n_round = match &mut self.order {
+            Order::BySequence if layer + 1 < self.layers.len() => return Ok(()),
+            Order::BySequence => 1,
+            Order::ByLayer { n_sequences, n_seen, n_added } => {
+                *n_added += 1;
+                if *n_added < *n_sequences {
+                    return Ok(());
+                }
+                (*n_added, *n_seen.get_mut()) = (0, 0);
+                *n_sequences
+            }
+        };
+        self.check(layer)?;
         if layer + 1 == self.layers.len() {
-            self.check()?;
-            self.n_sequences += 1;
+            self.n_sequences += n_round;
         }
         Ok(())
     }

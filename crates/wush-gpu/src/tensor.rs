@@ -50,6 +50,22 @@ impl<T: Activation> Tensor<T> {
         }))
     }
 
+    /// The first `n_rows · width` elements of a buffer. Whoever writes the tensor sees to it that nobody else uses them.
+    pub(crate) fn dense(buffer: &Arc<Buffer<T>>, n_rows: usize, width: usize) -> Self {
+        debug_assert!(n_rows * width <= buffer.len(), "rows of the buffer");
+        Self { buffer: buffer.clone(), offset: 0, stride: width, n_rows, width }
+    }
+
+    /// Whether it lies in this buffer.
+    pub(crate) fn is_in(&self, buffer: &Arc<Buffer<T>>) -> bool {
+        Arc::ptr_eq(&self.buffer, buffer)
+    }
+
+    /// The memory that it lies in.
+    pub(crate) fn into_buffer(self) -> Arc<Buffer<T>> {
+        self.buffer
+    }
+
     /// Elements from the first to the last.
     fn span(&self) -> std::ops::Range<usize> {
         self.offset..self.offset + span(self.n_rows, self.width, self.stride)

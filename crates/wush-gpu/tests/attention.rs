@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use common::{random, random_bf16, relative_error};
 use half::bf16;
+use rayon::prelude::*;
 use wush_gpu::attention::f32s::{self, Quantized};
 use wush_gpu::attention::{Attention, AttentionElement, hopper, mma};
 use wush_gpu::matmul::Matrix;
@@ -152,11 +153,11 @@ impl Case {
     {
         let out = self.run(device, begin, rows);
         let width = self.n_heads * self.head_dim;
-        let (mut found, mut exact) = (Vec::new(), Vec::new());
-        for &token in tokens {
-            found.extend(out[token * (width + PADDING)..][..width].iter().map(|&x| x.into()));
-            exact.extend((0..self.n_heads).flat_map(|head| self.expected(rows, token, head)));
-        }
+        let of_token = |&token: &usize| -> Vec<f64> {
+            (0..self.n_heads).flat_map(|head| self.expected(rows, token, head)).collect()
+        };
+        let exact = tokens.par_iter().map(of_token).collect::<Vec<_>>().concat();
+        let found = tokens.iter().flat_map(|token| out[token * (width + PADDING)..][..width].iter().map(|&x| x.into()));
         let error = relative_error(found, &exact);
         let name = format!("{kernel:?}: {}", self.name());
         assert!(error <= kernel.tolerance(), "{name}: {error:.2e}");

@@ -5,6 +5,7 @@ mod common;
 
 use common::{random_bf16, relative_error, widened};
 use half::bf16;
+use rayon::prelude::*;
 use wush_gpu::attention::Attention;
 use wush_gpu::hessian::{HessianInputs, Hessians};
 use wush_gpu::matmul::Matrix;
@@ -171,20 +172,23 @@ impl<'a> Reference<'a> {
 
     fn hessians(&self) -> [Vec<f64>; 2] {
         let Case { n_kv_heads, head_dim: d, .. } = *self.case;
-        let mut sums = [0, 1].map(|_| vec![0.0; n_kv_heads * d * d]);
-        for kv_head in 0..n_kv_heads {
-            for a in 0..self.case.group() {
-                for b in 0..self.case.group() {
-                    self.add_pair(kv_head, [a, b], &mut sums);
-                }
+        let (square, group) = (d * d, self.case.group());
+        let term = |i: usize| self.pair(i / (group * group), [i / group % group, i % group]);
+        let terms: Vec<_> = (0..n_kv_heads * group * group).into_par_iter().map(term).collect();
+        let mut sums = [0, 1].map(|_| vec![0.0; n_kv_heads * square]);
+        for (i, term) in terms.iter().enumerate() {
+            for (sum, term) in sums.iter_mut().zip(term) {
+                let into = &mut sum[i / (group * group) * square..][..square];
+                into.iter_mut().zip(term).for_each(|(sum, x)| *sum += x);
             }
         }
         sums
     }
 
     /// One term of the sums over g and g' of Eq. 56 and Eq. 60, for all s and t.
-    fn add_pair(&self, kv_head: usize, [a, b]: [usize; 2], [key, value]: &mut [Vec<f64>; 2]) {
+    fn pair(&self, kv_head: usize, [a, b]: [usize; 2]) -> [Vec<f64>; 2] {
         let Case { n_tokens: n, n_heads, head_dim: d, .. } = *self.case;
+        let [mut key, mut value] = [0, 1].map(|_| vec![0.0; d * d]);
         let gamma: Vec<f64> = (0..d * d).map(|at| self.coupling(kv_head, a, b, at / d, at % d)).collect();
         let heads = [a, b].map(|g| kv_head * self.case.group() + g);
         let factor = 2.0 * f64::from(self.case.scale()).powi(2);
@@ -203,13 +207,14 @@ impl<'a> Reference<'a> {
                 c += weight * left.iter().enumerate().map(|(i, x)| x * image(i)).sum::<f64>();
             }
             let [qa, qb] = heads.map(|head| &self.q[(t * n_heads + head) * d..][..d]);
-            for (at, sum) in key[kv_head * d * d..][..d * d].iter_mut().enumerate() {
+            for (at, sum) in key.iter_mut().enumerate() {
                 *sum += factor * c * qa[at / d] * qb[at % d];
             }
         }
-        for (at, sum) in value[kv_head * d * d..][..d * d].iter_mut().enumerate() {
+        for (at, sum) in value.iter_mut().enumerate() {
             *sum += 2.0 * overlap * gamma[at];
         }
+        [key, value]
     }
 }
 

@@ -11,8 +11,13 @@ use half::bf16;
 use wush_checkpoint::Checkpoint;
 use wush_format::hash::Sha;
 use wush_format::monitor::Quiet;
+use wush_gpu::Device;
 use wush_gpu::backend::{Compute, Gpu};
+use wush_gpu::carrier::HostCarrier;
+use wush_gpu::forward::Forward;
+use wush_gpu::plan::{GpuMemory, Placement, Work};
 use wush_gpu::statistics::RunningSums;
+use wush_gpu::weighted::WeightedSums;
 use wush_model::arch;
 use wush_model::attention::Exact;
 use wush_model::backend::Backend;
@@ -20,7 +25,7 @@ use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
 use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
-use wush_stats::{Accumulator, STATS_VERSION, Statistics, StatsInfo};
+use wush_stats::{Accumulator, LayerSums, STATS_VERSION, SecondPass, Statistics, StatsInfo};
 use wush_tests::Scratch;
 
 /// f32 against f32: sums in other orders, each of at most 2¹² terms and so within 2¹² · 2⁻²⁴ = 2.4e-4 of the sum of magnitudes at
@@ -125,6 +130,7 @@ impl Case {
             ] {
                 let error = relative_error(found.iter().copied(), exact);
                 let line = format!("{} in {}: layer {layer}, {role}: {error:e}", self.name, T::NAME);
+                println!("{line}");
                 wrong.extend(exceeds(error, tol).then_some(line));
             }
         }
@@ -190,6 +196,105 @@ fn every_family_computes_on_a_gpu_what_it_computes_on_the_cpu() {
         wrong.extend(case.check(&narrow, &exact, bf16_tolerance(case.spec.layers.len())));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Folder of one more model, such as a real one: where it is set, its statistics are compared, and what they differ by is printed.
+const MODEL_VARIABLE: &str = "WUSH_TEST_GPU_MODEL";
+
+#[test]
+fn a_named_model_computes_on_a_gpu_what_it_computes_on_the_cpu() {
+    let Some(folder) = std::env::var_os(MODEL_VARIABLE) else {
+        return eprintln!("skipped: {MODEL_VARIABLE} names no model");
+    };
+    let Some(device) = common::device("a_named_model_computes_on_a_gpu_what_it_computes_on_the_cpu") else { return };
+    let case = Case::open(folder.into());
+    let exact = case.run(&Cpu);
+    let mut wrong = case.check(&Gpu::<f32>::new(device.clone()), &exact, F32_REL_TOL);
+    wrong.extend(case.check(&Gpu::<bf16>::new(device), &exact, bf16_tolerance(case.spec.layers.len())));
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Sums over groups of sequences with the layers placed as `planned`, within `limit` bytes; and the most that was taken of the card.
+fn placed_sums(device: &Device, case: &Case, groups: &[&[Vec<u32>]], planned: Placement) -> (Vec<LayerSums>, u64) {
+    let n_tokens = groups.iter().flat_map(|group| group.iter().map(Vec::len)).max().expect("a sequence");
+    let work = Work { checkpoint: Some(&case.checkpoint), spec: &case.spec, n_tokens, hessians: false };
+    let memory = GpuMemory::of::<bf16>(&work, planned);
+    // Memory of this handle alone is counted.
+    let device = Device::open(device.info().ordinal).expect("opened before");
+    let forward = Forward::new(Gpu::<bf16>::new(device.clone()), Gpu::new, (&work, &memory), memory.total());
+    let forward = forward.expect("memory");
+    let decoder = forward.decoder(&case.checkpoint, &case.spec);
+    let mut sums = RunningSums::new(&device, (&case.checkpoint, &case.spec), &case.statistics(false)).expect("memory");
+    for group in groups {
+        if forward.is_streamed() {
+            sums.by_layer(group.len()).expect("memory");
+            forward.observe(&decoder, group, &mut sums, &Quiet).expect("within what was planned");
+        } else {
+            let mut one = |ids| forward.observe(&decoder, std::slice::from_ref(ids), &mut sums, &Quiet);
+            group.iter().try_for_each(&mut one).expect("within what was planned");
+        }
+    }
+    let [peak, _] = forward.peak();
+    assert!(peak <= memory.total(), "{planned:?}: {peak} of {} planned", memory.total());
+    (sums.download().expect("downloaded"), peak)
+}
+
+#[test]
+fn layers_that_come_and_go_give_the_bits_of_layers_that_stay() {
+    let Some(device) = common::device("layers_that_come_and_go_give_the_bits_of_layers_that_stay") else { return };
+    let case = Case::open(wush_tests::fixture("demo-model"));
+    let sequence = |s: usize, n: usize| -> Vec<u32> { case.ids.iter().cycle().skip(7 * s).take(n).copied().collect() };
+    let lengths = [193, 150, 193, 17, 64, 193, 1];
+    let sequences: Vec<Vec<u32>> = lengths.iter().enumerate().map(|(s, &n)| sequence(s, n)).collect();
+    // One and two stay on the card, three and more move; groups of other sizes follow each other.
+    for cuts in [&[1][..], &[2], &[3], &[7], &[4, 7], &[1, 3, 6, 7]] {
+        let mut first = 0;
+        let groups: Vec<&[Vec<u32>]> =
+            cuts.iter().map(|&end| &sequences[std::mem::replace(&mut first, end)..end]).collect();
+        let (resident, whole) = placed_sums(&device, &case, &groups, Placement::Resident);
+        let (streamed, two_layers) = placed_sums(&device, &case, &groups, Placement::Streamed);
+        assert_eq!(resident, streamed, "groups that end at {cuts:?}");
+        assert!(two_layers < whole, "{two_layers} bytes with two layers, {whole} with all");
+    }
+}
+
+/// The token whose embedding is not finite.
+const POISONED: u32 = 9;
+
+/// Makes the embedding of [`POISONED`] begin with infinity.
+fn poison(path: &Path) {
+    let mut bytes = std::fs::read(path).expect("a file");
+    let n_header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + n_header]).expect("a header");
+    let table = &header["model.embed_tokens.weight"];
+    let [start, width] =
+        [&table["data_offsets"][0], &table["shape"][1]].map(|n| n.as_u64().expect("a number") as usize);
+    let at = 8 + n_header + start + POISONED as usize * width * size_of::<bf16>();
+    bytes[at..at + 2].copy_from_slice(&bf16::INFINITY.to_le_bytes());
+    std::fs::write(path, bytes).expect("written");
+}
+
+#[test]
+fn what_is_not_finite_is_named_in_either_order() {
+    let Some(device) = common::device("what_is_not_finite_is_named_in_either_order") else { return };
+    let scratch = Scratch::new();
+    let folder = scratch.copy_of(&wush_tests::fixture("demo-model"), "demo-model");
+    poison(&folder.join("model.safetensors"));
+    let case = Case::open(folder);
+    let sequences = [vec![1, 2, 3], vec![4, 5, POISONED, 6], vec![7, 8]];
+    let gpu = Gpu::<bf16>::new(device.clone());
+    let weights = (&case.checkpoint, &case.spec);
+    let decoder = Decoder::new(&case.checkpoint, &case.spec, &gpu);
+    let mut sums = RunningSums::new(&device, weights, &case.statistics(false)).expect("memory");
+    let one = |ids| decoder.observe(std::slice::from_ref(ids), &mut sums, &Quiet);
+    let by_sequence = sequences.iter().try_for_each(one).expect_err("not finite").to_string();
+    let mut sums = RunningSums::new(&device, weights, &case.statistics(false)).expect("memory");
+    sums.by_layer(sequences.len()).expect("memory");
+    let loader = Gpu::<bf16>::new(Device::open(device.info().ordinal).expect("opened before"));
+    let mut carrier = HostCarrier::new(&gpu, &loader, (4, case.spec.hidden_size)).expect("memory");
+    let by_layer = decoder.stream(&sequences, &mut sums, (&loader, &mut carrier), &Quiet).expect_err("not finite");
+    assert_eq!(by_layer.to_string(), by_sequence);
+    assert!(by_sequence.contains("layer 0") && by_sequence.contains("sequence 1"), "{by_sequence}");
 }
 
 #[test]
@@ -260,5 +365,36 @@ fn exact_hessians_are_those_of_the_cpu_and_symmetric() {
             let is_symmetric = |matrix: &[f64]| (0..d * d).all(|at| matrix[at] == matrix[at % d * d + at / d]);
             assert!(found.chunks_exact(d * d).all(is_symmetric), "layer {layer}, {role} Hessian");
         }
+    }
+}
+
+/// Sums of f64 products in two orders, positions and parts: 2⁻⁵³ an addition, of which there are hundreds.
+const ORDER_REL_TOL: f64 = 1e-12;
+
+#[test]
+fn weighted_sums_are_those_of_the_host_over_the_same_activations() {
+    let Some(device) = common::device("weighted_sums_are_those_of_the_host_over_the_same_activations") else { return };
+    let case = Case::open(wush_tests::fixture("demo-model"));
+    let sequences = [case.ids.clone(), case.ids[3..150].to_vec()];
+    let gpu = Gpu::<bf16>::new(device.clone());
+    let decoder = Decoder::new(&case.checkpoint, &case.spec, &gpu);
+    let mut sums = RunningSums::new(&device, (&case.checkpoint, &case.spec), &case.statistics(false)).expect("memory");
+    let mut statistics = case.statistics(false);
+    for ids in &sequences {
+        decoder.observe(std::slice::from_ref(ids), &mut sums, &Quiet).expect("finite");
+    }
+    statistics.take_over(sums.download().expect("downloaded"), &sequences).expect("counted");
+    let mut on_host = statistics.clone();
+    let mut pass = SecondPass::new(&mut on_host).expect("finished sums");
+    decoder.observe(&sequences, &mut pass, &Quiet).expect("finite");
+    pass.finish();
+    let pass = SecondPass::new(&mut statistics).expect("finished sums");
+    let mut weighted = WeightedSums::new(&device, pass.means()).expect("memory");
+    decoder.observe(&sequences, &mut weighted, &Quiet).expect("finite");
+    pass.finish_with(weighted.download().expect("downloaded"));
+    for ((layer, found), expected) in statistics.layers.iter().zip(on_host.layers.values()) {
+        let [found, expected] = [found, expected].map(|sums| &sums.weighted_value_gram.as_ref().expect("summed").data);
+        let error = relative_error(found.iter().copied(), expected);
+        assert!(error <= ORDER_REL_TOL, "layer {layer}: {error:e}");
     }
 }

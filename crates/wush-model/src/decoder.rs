@@ -49,6 +49,15 @@ enum Depth {
     Full,
 }
 
+/// One layer of one sequence.
+pub(crate) struct Step<'s, B: Backend> {
+    pub layer: &'s Layer<B>,
+    pub place: Place,
+    pub table: Option<&'s B::Rope>,
+    /// Whether the layer goes on after its queries, keys and values.
+    pub is_whole: bool,
+}
+
 /// Looks at nothing.
 struct Unobserved;
 
@@ -142,7 +151,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
         let mut tables = std::mem::replace(&mut *self.tables(), RopeTables::new());
         tables.keep(&spans);
         let n_layers = self.spec.layers.len();
-        let mut ticks = Ticks { n_layers: n_layers as u64, done: 0, told: 0 };
+        let mut ticks = Ticks::new(n_layers);
         for (id, spec) in self.spec.layers.iter().enumerate() {
             let layer = self.layer(id)?;
             let rope = spec.attn.rope.as_ref();
@@ -150,18 +159,10 @@ impl<'a, B: Backend> Decoder<'a, B> {
             observer.begin(id)?;
             let watched: &O = observer;
             let step = |(sequence, x): (usize, &mut B::Tensor)| {
-                if monitor.interrupted() {
-                    return Err(ModelError::Interrupted);
-                }
-                let table = tables.of(rope, spans[sequence]);
-                let Qkv { q, k, v } = layer.qkv(self.backend, &spec.attn, x, table)?;
-                let seen = watched.see(self.backend, id, &q, &k, &v)?;
-                if depth == Depth::Full || id + 1 < n_layers {
-                    let place = Place { layer: id, sequence };
-                    let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
-                    drop((q, k, v));
-                    layer.finish(self.backend, spec, x, &attended)?;
-                }
+                let place = Place { layer: id, sequence };
+                let is_whole = depth == Depth::Full || id + 1 < n_layers;
+                let step = Step { layer: &layer, place, table: tables.of(rope, spans[sequence]), is_whole };
+                let seen = self.step(&step, x, watched, attention, monitor)?;
                 if depth == Depth::Full {
                     self.check_finite(x, "hidden states", id, sequence)?;
                 }
@@ -180,7 +181,31 @@ impl<'a, B: Backend> Decoder<'a, B> {
         Ok(hidden)
     }
 
-    fn tables(&self) -> MutexGuard<'_, RopeTables<B>> {
+    /// Shows a sequence's queries, keys and values in one layer, and takes its hidden states through the rest of it.
+    pub(crate) fn step<O: Observer<B>>(
+        &self,
+        step: &Step<'_, B>,
+        x: &mut B::Tensor,
+        watched: &O,
+        attention: &dyn AttentionProduct<B>,
+        monitor: &dyn Monitor,
+    ) -> Result<O::Seen> {
+        if monitor.interrupted() {
+            return Err(ModelError::Interrupted);
+        }
+        let Step { layer, place, table, is_whole } = *step;
+        let spec = &self.spec.layers[place.layer];
+        let Qkv { q, k, v } = layer.qkv(self.backend, &spec.attn, x, table)?;
+        let seen = watched.see(self.backend, place.layer, &q, &k, &v)?;
+        if is_whole {
+            let attended = attention.attend(self.backend, place, [&q, &k, &v], &spec.attn.shape())?;
+            drop((q, k, v));
+            layer.finish(self.backend, spec, x, &attended)?;
+        }
+        Ok(seen)
+    }
+
+    pub(crate) fn tables(&self) -> MutexGuard<'_, RopeTables<B>> {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -297,9 +322,12 @@ impl<'a, B: Backend> Decoder<'a, B> {
     }
 
     pub(crate) fn embed<S: AsRef<[u32]>>(&self, sequences: &[S]) -> Result<Vec<B::Tensor>> {
+        sequences.iter().map(|ids| self.embed_one(ids.as_ref())).collect()
+    }
+
+    pub(crate) fn embed_one(&self, ids: &[u32]) -> Result<B::Tensor> {
         let table = weights::view(self.checkpoint, &self.spec.embedding)?;
-        let embed = |ids: &S| self.backend.embed(table, ids.as_ref(), self.spec.embedding_scale);
-        sequences.iter().map(embed).collect()
+        self.backend.embed(table, ids, self.spec.embedding_scale)
     }
 }
 
@@ -330,14 +358,18 @@ pub fn groups(sequences: &[Vec<u32>], max_tokens: usize) -> impl Iterator<Item =
 }
 
 /// Turns token-layers into whole tokens for the progress report.
-struct Ticks {
+pub(crate) struct Ticks {
     n_layers: u64,
     done: u64,
     told: u64,
 }
 
 impl Ticks {
-    fn add(&mut self, n_tokens: u64) -> u64 {
+    pub fn new(n_layers: usize) -> Self {
+        Self { n_layers: n_layers as u64, done: 0, told: 0 }
+    }
+
+    pub fn add(&mut self, n_tokens: u64) -> u64 {
         self.done += n_tokens;
         let whole = self.done / self.n_layers;
         std::mem::replace(&mut self.told, whole).abs_diff(whole)

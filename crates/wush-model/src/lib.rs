@@ -12,6 +12,7 @@ pub mod observer;
 pub mod resident;
 pub mod rope;
 pub mod spec;
+pub mod streamed;
 pub mod weights;
 
 mod error;

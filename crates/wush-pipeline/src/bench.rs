@@ -3,16 +3,19 @@
 //! Enters: the shape of a model. Leaves: the card's ceilings, measured in the same run, and what each kernel took beside the least that it
 //! could. No checkpoint is read.
 
+mod calibrate;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use wush_format::FormatError;
-use wush_gpu::bench::calibrate::{self, ModelShape, SHAPES};
+use wush_gpu::bench::calibrate::{ModelShape, SHAPES};
 use wush_gpu::bench::{self, Ceilings, Timing};
 use wush_gpu::{Device as Gpu, DeviceInfo};
 
 use crate::device::{Device, Runs};
 use crate::request::{DeviceChoice, Environment};
 use crate::{PipelineError, Result};
+
+pub use calibrate::{BenchCalibrateReport, BenchCalibrateRequest, SequenceRow, StageRow, bench_calibrate};
 
 /// `wush bench kernels`.
 #[derive(Debug, Clone)]
@@ -23,79 +26,6 @@ pub struct BenchKernelsRequest {
     pub shape: String,
     /// `--seq-len`.
     pub seq_len: usize,
-}
-
-/// `wush bench calibrate`.
-#[derive(Debug, Clone)]
-pub struct BenchCalibrateRequest {
-    /// `--device`.
-    pub device: DeviceChoice,
-    /// `--shape`: a name of [`shape_names`].
-    pub shape: String,
-    /// `--seq-len`.
-    pub seq_len: usize,
-    /// `--sequences`.
-    pub sequences: usize,
-}
-
-/// `wush bench calibrate --format json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct BenchCalibrateReport {
-    /// The GPU, "cuda:0 (NVIDIA H200)".
-    pub device: String,
-    /// What it can do at most, measured in this run.
-    pub ceilings: CeilingsReport,
-    /// The model's.
-    pub shape: String,
-    /// Tokens a sequence.
-    pub seq_len: u64,
-    /// Bytes that were planned on the card.
-    pub planned: u64,
-    /// Bytes that were taken from it at most.
-    pub peak: u64,
-    /// Median over the sequences.
-    pub seconds_per_sequence: f64,
-    /// Tokens a second at that.
-    pub tokens_per_second: f64,
-    /// Operations of matrix products a second at that, a multiply-add being two.
-    pub operations_per_second: f64,
-    /// Time over that of the same operations at the product's short and sustained rates.
-    pub over_floor: OverFloor,
-    /// One a sequence.
-    pub rows: Vec<SequenceRow>,
-    /// Seconds of a sequence by stage, largest first, in a run of its own.
-    pub stages: Vec<StageRow>,
-}
-
-/// Time over the floors.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct OverFloor {
-    /// At the rate of a product in a short run.
-    pub short: f64,
-    /// At its sustained rate.
-    pub sustained: f64,
-}
-
-/// A sequence of the benchmark.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct SequenceRow {
-    /// From 1.
-    pub sequence: u64,
-    /// From its token ids to its last sum.
-    pub seconds: f64,
-}
-
-/// A stage of the forward pass.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct StageRow {
-    /// Which.
-    pub stage: String,
-    /// Seconds of a sequence.
-    pub seconds: f64,
 }
 
 /// `wush bench kernels --format json`.
@@ -188,46 +118,6 @@ pub fn bench_kernels(request: &BenchKernelsRequest, env: &Environment<'_>) -> Re
     })
 }
 
-/// `wush bench calibrate`: a calibration of a model of this shape, its weights drawn on the card, its tokens at random.
-///
-/// # Errors
-/// `Option` for an unknown shape, no tokens or sequences, or the CPU; `Gpu`; `Model`; `Io` for a stand-in of the checkpoint, which is
-/// a temporary file of holes.
-pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -> Result<BenchCalibrateReport> {
-    let shape = named(&request.shape)?;
-    at_least_1("--seq-len", request.seq_len)?;
-    at_least_1("--sequences", request.sequences)?;
-    let (info, device) = gpu(&request.device)?;
-    let ceilings = bench::ceilings(&device).map_err(PipelineError::Gpu)?;
-    env.monitor.note(&format!("ceilings   {}", describe(&ceilings)));
-    let folder = tempfile::tempdir().map_err(|e| FormatError::io(std::env::temp_dir(), "create a folder in", e))?;
-    let stand_in = folder.path();
-    shape.write(stand_in, request.seq_len).map_err(|e| FormatError::io(stand_in, "write", e))?;
-    let done = calibrate::calibrate(&device, shape, (request.sequences, request.seq_len), stand_in)?;
-    let seconds = done.seconds();
-    let operations: f64 = done.operations.iter().sum();
-    let mut stages: Vec<StageRow> =
-        done.stages.iter().map(|(stage, &seconds)| StageRow { stage: (*stage).to_owned(), seconds }).collect();
-    stages.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-    Ok(BenchCalibrateReport {
-        device: Device::Cuda(vec![info]).describe(),
-        ceilings: CeilingsReport::new(&ceilings),
-        shape: shape.name.to_owned(),
-        seq_len: request.seq_len as u64,
-        planned: done.planned,
-        peak: done.peak,
-        seconds_per_sequence: seconds,
-        tokens_per_second: request.seq_len as f64 / seconds,
-        operations_per_second: operations / seconds,
-        over_floor: OverFloor {
-            short: seconds * ceilings.matmul_short / operations,
-            sustained: seconds * ceilings.matmul_sustained / operations,
-        },
-        rows: (1..).zip(&done.sequences).map(|(sequence, &seconds)| SequenceRow { sequence, seconds }).collect(),
-        stages,
-    })
-}
-
 fn at_least_1(option: &'static str, n: usize) -> Result<()> {
     match n {
         0 => Err(PipelineError::Option { option, expected: "at least 1".to_owned(), found: "0".to_owned() }),
@@ -248,23 +138,34 @@ fn named(name: &str) -> Result<&'static ModelShape> {
     })
 }
 
-/// The GPU to measure: there is no sense in measuring the CPU in its place.
+/// The GPUs to measure: there is no sense in measuring the CPU in their place.
 ///
 /// # Errors
 /// `Option` for the CPU; `Gpu` where there is none.
-fn gpu(choice: &DeviceChoice) -> Result<(DeviceInfo, Gpu)> {
+fn gpus(choice: &DeviceChoice) -> Result<Vec<DeviceInfo>> {
     let choice = if *choice == DeviceChoice::Auto { &DeviceChoice::Cuda(None) } else { choice };
     match Device::pick(choice, Runs::OnGpu)? {
-        Device::Cuda(devices) if devices.len() == 1 => {
-            let info = devices.into_iter().next().expect("one");
+        Device::Cuda(infos) => Ok(infos),
+        cpu @ Device::Cpu { .. } => Err(not_one_gpu("a GPU: cuda, cuda:N or cuda:all", &cpu)),
+    }
+}
+
+fn not_one_gpu(expected: &str, found: &Device) -> PipelineError {
+    PipelineError::Option { option: "--device", expected: expected.to_owned(), found: found.describe() }
+}
+
+/// The one GPU to measure.
+fn gpu(choice: &DeviceChoice) -> Result<(DeviceInfo, Gpu)> {
+    let mut infos = gpus(choice)?;
+    match (infos.pop(), infos.is_empty()) {
+        (Some(info), true) => {
             let device = Gpu::open(info.ordinal).map_err(PipelineError::Gpu)?;
             Ok((info, device))
         }
-        other => Err(PipelineError::Option {
-            option: "--device",
-            expected: "one GPU: cuda or cuda:N".to_owned(),
-            found: other.describe(),
-        }),
+        (last, _) => {
+            infos.extend(last);
+            Err(not_one_gpu("one GPU: cuda or cuda:N", &Device::Cuda(infos)))
+        }
     }
 }
 

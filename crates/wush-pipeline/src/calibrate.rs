@@ -12,7 +12,6 @@ use wush_format::atomic::discard;
 use wush_format::hash::tokens_hash;
 use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
-use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::{Decoder, GROUP_TOKENS, groups};
 use wush_stats::{Accumulator, SecondPass, Statistics, StatsInfo};
@@ -25,7 +24,8 @@ use crate::report::{CalibrateReport, ModelInfo, WrittenFile};
 use crate::request::{CalibrateRequest, Environment};
 use crate::{PipelineError, Result};
 
-pub use gpu::GpuUse;
+pub(crate) use gpu::describe as describe_gpu;
+pub use gpu::{GpuUse, Layers};
 
 /// How long a group of sequences should run, where they are short enough: a stop or a kill loses no more than that.
 const GROUP_TIME: Duration = Duration::from_secs(60);
@@ -139,7 +139,11 @@ fn on_cpu(
     }
     monitor.end();
     if plan.second_pass {
-        weigh(&decoder, plan, statistics, saver.path, monitor)?;
+        weigh(plan, statistics, saver.path, monitor, |mut pass| {
+            decoder.observe(&plan.sequences, &mut pass, monitor)?;
+            pass.finish();
+            Ok(())
+        })?;
     }
     Ok(())
 }
@@ -151,21 +155,19 @@ fn tokens_in_time(n_tokens: u64, elapsed: Duration) -> usize {
     ((n_tokens as f64 * ratio) as usize).clamp(LEAST_GROUP_TOKENS, GROUP_TOKENS)
 }
 
-/// The second pass, from its start: it is not saved in between, the first pass is.
-fn weigh<B: Backend>(
-    decoder: &Decoder<'_, B>,
+/// The second pass, from its start: it is not saved in between, the first pass is. `run` shows it every sequence, and ends it.
+fn weigh(
     plan: &CalibrationPlan,
     statistics: &mut Statistics,
     partial: Option<&Path>,
     monitor: &dyn Monitor,
+    run: impl FnOnce(SecondPass<'_>) -> Result<()>,
 ) -> Result<()> {
     partial.map(|path| statistics.save(path)).transpose()?;
     let total = plan.sequences.len();
     let kept = partial.map(|_| Kept { done: total, total });
     monitor.begin("weigh", "tokens", n_tokens(&plan.sequences));
-    let mut pass = SecondPass::new(statistics)?;
-    decoder.observe(&plan.sequences, &mut pass, monitor).map_err(|e| with_kept(e.into(), kept))?;
-    pass.finish();
+    run(SecondPass::new(statistics)?).map_err(|e| with_kept(e, kept))?;
     monitor.end();
     Ok(())
 }

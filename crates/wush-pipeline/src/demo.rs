@@ -77,6 +77,7 @@ fn unpack(files: &[(&str, &[u8])], dir: &Path) -> Result<()> {
 
 fn convert_request(model: &Path, out: PathBuf) -> Result<ConvertRequest> {
     Ok(ConvertRequest {
+        max_gpu_memory: None,
         model: ModelRequest { model: model.display().to_string(), device: DeviceChoice::Auto, rope_scaling: None },
         calibration: CalibrationRequest {
             source: model.join(TEXT).display().to_string().parse::<CalibSource>()?,

@@ -12,7 +12,7 @@ use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, La
 use wush_quant::LayerBits;
 
 use crate::Result;
-pub use crate::calibrate::GpuUse;
+pub use crate::calibrate::{GpuUse, Layers};
 use crate::card::geometric_mean;
 use crate::memory::MemoryPlan;
 use crate::model::Model;

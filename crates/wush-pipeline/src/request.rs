@@ -2,6 +2,7 @@
 //! these; nothing downstream of a plan looks at them again.
 
 mod bits;
+mod size;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ pub use wush_runtime::Windows;
 use wush_transform::Needs;
 
 pub use bits::{CodeBits, KvBits};
+pub use size::ByteSize;
 
 /// What every stage is given beside its request.
 pub struct Environment<'a> {
@@ -344,6 +346,8 @@ pub struct CalibrateRequest {
     pub calibration: CalibrationRequest,
     /// `--hessian` and `--second-pass`.
     pub gather: Gather,
+    /// `--max-gpu-memory`.
+    pub max_gpu_memory: Option<ByteSize>,
     /// `--shard`.
     pub shard: Option<Shard>,
     /// `--resume`.
@@ -396,6 +400,8 @@ pub struct ConvertRequest {
     pub model: ModelRequest,
     /// The text.
     pub calibration: CalibrationRequest,
+    /// `--max-gpu-memory`.
+    pub max_gpu_memory: Option<ByteSize>,
     /// The transform.
     pub settings: SolveSettings,
     /// `--fold-dtype`.

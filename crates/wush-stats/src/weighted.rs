@@ -47,6 +47,24 @@ impl<'a> SecondPass<'a> {
         Ok(Self { statistics, layers })
     }
 
+    /// A_h of every layer `[n_kv, d, d]`, in order: for who sums elsewhere.
+    pub fn means(&self) -> impl Iterator<Item = &HeadMatrices> {
+        self.layers.values().map(|(mean, _)| mean)
+    }
+
+    /// Ends with sums that were made elsewhere, of every layer in order.
+    ///
+    /// # Panics
+    /// When there is another number of layers or of elements in one: the caller's invariant.
+    pub fn finish_with(mut self, sums: Vec<Vec<f64>>) {
+        assert_eq!(sums.len(), self.layers.len(), "sums of every layer");
+        for ((_, into), sums) in self.layers.values_mut().zip(sums) {
+            assert_eq!(sums.len(), into.data.len(), "a matrix a head");
+            into.data = sums;
+        }
+        self.finish();
+    }
+
     /// Ends: the statistics have the sums now.
     pub fn finish(self) {
         for (layer, (_, sums)) in self.layers {

@@ -192,6 +192,31 @@ fn the_table_of_equations_is_true() {
     }
 }
 
+/// The table of kernels: every row names an entry point of its file, whose header names the equation, and tests that exist.
+#[test]
+fn the_table_of_kernels_is_true() {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let text = read(&root, "docs/equations.md");
+    let rows: Vec<&str> = text.lines().filter(|line| line.starts_with("| `kernels/")).collect();
+    assert!(rows.len() >= 5, "only {} rows", rows.len());
+    for row in rows {
+        let [kernel, equation, tests] = row.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>()[..] else {
+            panic!("three columns expected: {row}")
+        };
+        let (file, entry) = location(kernel);
+        let source = read(&root, file);
+        let is_name = |word: &str| word.strip_prefix(entry).is_some_and(|rest| rest.starts_with('('));
+        let is_entry = |part: &str| part.split('{').next().is_some_and(|head| head.split_whitespace().any(is_name));
+        assert!(source.split("extern \"C\"").skip(1).any(is_entry), "{file}: no kernel {entry}");
+        let header: String = source.lines().take_while(|line| line.starts_with("//")).collect();
+        assert!(names(&header, equation), "{file}: its header does not name {equation}");
+        for test in tests.split(", ") {
+            let (file, name) = location(test);
+            assert!(read(&root, file).contains(&format!("fn {name}(")), "no test {name} in {file}");
+        }
+    }
+}
+
 fn check_home(root: &std::path::Path, equation: &str, home: &str) {
     let (file, name) = location(home);
     let source = read(root, file);

@@ -13,7 +13,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    CalibSource, CalibrateRequest, CalibrationRequest, CenterKeys, ConvertRequest, DeviceChoice, FoldDtype,
+    ByteSize, CalibSource, CalibrateRequest, CalibrationRequest, CenterKeys, ConvertRequest, DeviceChoice, FoldDtype,
     FoldRequest, Gather, HessianChoice, InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling,
     SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
 };
@@ -109,6 +109,15 @@ pub struct ModelArgs {
     /// RoPE scaling instead of the configuration's own, such as yarn:4
     #[arg(long, value_name = "KIND:FACTOR")]
     pub rope_scaling: Option<RopeScaling>,
+}
+
+/// How a GPU is used.
+#[derive(Debug, Args)]
+pub struct GpuArgs {
+    /// The most that may be taken of each GPU, such as 24GiB [default: what is free]. A model that does not fit with all its
+    /// layers has two on the card at a time, and as many sequences as make a million tokens go through each
+    #[arg(long, value_name = "SIZE")]
+    pub max_gpu_memory: Option<ByteSize>,
 }
 
 /// The calibration text.
@@ -231,6 +240,8 @@ pub struct ConvertArgs {
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
+    gpu: GpuArgs,
+    #[command(flatten)]
     calibration: CalibrationArgs,
     #[command(flatten)]
     settings: SolveSettingsArgs,
@@ -260,6 +271,8 @@ pub struct CalibrateArgs {
     /// Only the K-th of N contiguous shares of the sequences
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
+    #[command(flatten)]
+    gpu: GpuArgs,
     #[command(flatten)]
     calibration: CalibrationArgs,
 }
@@ -408,6 +421,7 @@ impl ConvertArgs {
         ConvertRequest {
             model: self.model.request(),
             calibration: self.calibration.cut.request(self.calibration.calib),
+            max_gpu_memory: self.gpu.max_gpu_memory,
             settings: self.settings.request(),
             dtype: self.fold.dtype(),
             verify: self.fold.verify(),
@@ -424,6 +438,7 @@ impl CalibrateArgs {
             model: self.model.request(),
             calibration: self.calibration.cut.request(self.calibration.calib),
             gather: Gather { hessian: self.hessian, second_pass: self.second_pass },
+            max_gpu_memory: self.gpu.max_gpu_memory,
             shard: self.shard,
             resume: self.resume,
             out: self.out,

@@ -8,7 +8,7 @@ use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
     AllottedBits, CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain,
-    GenerateReport, MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir,
+    GenerateReport, Layers, MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir,
     WrittenFile,
 };
 use wush_pipeline::request::Protocol;
@@ -40,7 +40,8 @@ impl Report for CalibrateReport {
         text.row("time", &rated(self.seconds, self.calibration.tokens));
         for gpu in &self.gpus {
             let [peak, planned] = [gpu.peak, gpu.planned].map(human_bytes);
-            text.row("GPU", &format!("{}, {peak} at most of {planned} planned", gpu.device));
+            let host = pinned(gpu.layers, gpu.pinned);
+            text.row("GPU", &format!("{}, {peak} at most of {planned} planned{host}", gpu.device));
         }
         text.file(&self.out);
         text.notes(&self.notes);
@@ -282,15 +283,23 @@ impl Report for DoctorReport {
     }
 }
 
+/// What a model that streams through a card has beside it.
+fn pinned(layers: Layers, n_bytes: u64) -> String {
+    match layers {
+        Layers::Resident => String::new(),
+        Layers::Streamed => format!("; two layers at a time, hidden states in {} of host memory", human_bytes(n_bytes)),
+    }
+}
+
 impl Report for BenchCalibrateReport {
     fn text(&self) -> String {
         let mut text = Lines::default();
         text.row("device", &self.device);
         text.ceilings(&self.ceilings);
-        let sequences = counted(self.rows.len() as u64, "sequence");
+        let sequences = counted(self.sequences, "sequence");
         text.row("calibration", &format!("{}, {sequences} of {} tokens", self.shape, self.seq_len));
         let [peak, planned] = [self.peak, self.planned].map(human_bytes);
-        text.row("memory", &format!("{peak} at most, {planned} planned"));
+        text.row("memory", &format!("{peak} at most, {planned} planned{}", pinned(self.layers, self.pinned)));
         let rate = self.operations_per_second / 1e12;
         let pace = format!(
             "{:.3} s a sequence, {:.0} tokens/s, {rate:.0} TFLOP/s",

@@ -11,15 +11,15 @@ use serde_json::{Value, json};
 use wush_checkpoint::Checkpoint;
 use wush_format::hash::Sha;
 use wush_format::monitor::Quiet;
-use wush_model::decoder::Decoder;
 use wush_model::spec::{LayerSpec, ModelSpec};
-use wush_model::{Result, arch};
+use wush_model::{ModelError, Result, arch};
 use wush_stats::{STATS_VERSION, Statistics, StatsInfo};
 
 use crate::backend::Gpu;
 use crate::bench::LayerShape;
 use crate::device::Device;
-use crate::plan::GpuMemory;
+use crate::forward::Forward;
+use crate::plan::{GpuMemory, Work};
 use crate::statistics::RunningSums;
 
 /// Sequences that run before the clock does: they bring the weights and compile the kernels.
@@ -55,6 +55,18 @@ pub const SHAPES: &[ModelShape] = &[
         intermediate: 15_360,
         vocabulary: 262_208,
         window: Some(1024),
+    },
+    ModelShape {
+        name: "llama3-70b",
+        family: "llama",
+        n_layers: 80,
+        hidden: 8192,
+        n_heads: 64,
+        n_kv_heads: 8,
+        head_dim: 128,
+        intermediate: 28_672,
+        vocabulary: 128_256,
+        window: None,
     },
     ModelShape {
         name: "llama3-8b",
@@ -94,19 +106,31 @@ pub const SHAPES: &[ModelShape] = &[
     },
 ];
 
+/// How much is calibrated, and in how much memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Size {
+    /// Sequences that are timed.
+    pub n_sequences: usize,
+    /// Tokens of each.
+    pub seq_len: usize,
+    /// Bytes of the card that may be taken.
+    pub limit: u64,
+}
+
 /// What a calibration took.
 #[derive(Debug, Clone)]
 pub struct Calibration {
-    /// Seconds of each sequence, by the host's clock, the device being waited for.
+    /// Seconds by the host's clock, the device being waited for: of each sequence, or the mean of those that went through a streamed
+    /// model together.
     pub sequences: Vec<f64>,
-    /// Seconds a sequence by stage, by the device's clock, in a run of its own.
+    /// Of all of them together.
+    pub total_seconds: f64,
+    /// Seconds a sequence by stage, by the device's clock: in a run of its own, or that of a streamed model.
     pub stages: BTreeMap<&'static str, f64>,
     /// Operations of a sequence that are matrix products: of weights, of attention, of Gram matrices; a multiply-add being two.
     pub operations: [f64; 3],
-    /// Bytes that were planned on the card.
-    pub planned: u64,
-    /// Bytes that were taken from it at most.
-    pub peak: u64,
+    /// Bytes that were taken from the card at most, and of pinned host memory.
+    pub peak: [u64; 2],
 }
 
 impl Calibration {
@@ -118,42 +142,84 @@ impl Calibration {
     }
 }
 
-/// Calibrates `shape` on `n_sequences` random sequences of `seq_len` tokens; `folder` is where [`ModelShape::write`] was.
-///
-/// # Errors
-/// Those of the forward pass, the device's among them.
-pub fn calibrate(
-    device: &Device,
-    shape: &ModelShape,
-    (n_sequences, seq_len): (usize, usize),
-    folder: &Path,
-) -> Result<Calibration> {
-    let checkpoint = Checkpoint::open(folder)?;
-    let spec = arch::resolve(&checkpoint, None)?;
-    let gpu = Gpu::<bf16>::drawing(device.clone());
-    let decoder = Decoder::new(&checkpoint, &spec, &gpu).keeping_weights();
-    let mut sums = RunningSums::new(device, (&checkpoint, &spec), &shape.statistics(&spec))?;
-    let id = |i: usize| ((i * 7919 + i / 7) % shape.vocabulary) as u32;
-    let sequence = |s: usize| -> Vec<u32> { (0..seq_len).map(|t| id(s * seq_len + t)).collect() };
-    let mut sequences = Vec::new();
-    for s in 0..WARM_UP + n_sequences {
-        let ids = sequence(s);
-        let start = Instant::now();
-        decoder.observe(std::slice::from_ref(&ids), &mut sums, &Quiet)?;
-        if s >= WARM_UP {
-            sequences.push(start.elapsed().as_secs_f64());
-        }
+/// A shape as a checkpoint without weights.
+#[derive(Debug)]
+pub struct StandIn {
+    shape: &'static ModelShape,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+}
+
+impl StandIn {
+    /// Of `shape`; `folder` is where [`ModelShape::write`] was.
+    ///
+    /// # Errors
+    /// What a checkpoint is refused for.
+    pub fn open(shape: &'static ModelShape, folder: &Path) -> Result<Self> {
+        let checkpoint = Checkpoint::open(folder)?;
+        let spec = arch::resolve(&checkpoint, None)?;
+        Ok(Self { shape, checkpoint, spec })
     }
-    gpu.start_profile();
-    decoder.observe(std::slice::from_ref(&sequence(0)), &mut sums, &Quiet)?;
-    let stages = gpu.end_profile()?;
-    Ok(Calibration {
-        sequences,
-        stages,
-        operations: operations(&spec, seq_len),
-        planned: GpuMemory::of::<bf16>(&spec, seq_len).total(),
-        peak: device.memory().peak_reserved,
-    })
+
+    fn work(&self, size: &Size) -> Work<'_> {
+        Work { checkpoint: None, spec: &self.spec, n_tokens: size.seq_len, hessians: false }
+    }
+
+    /// What its calibration will take of the card.
+    ///
+    /// # Errors
+    /// `DoesNotFit`.
+    pub fn memory(&self, size: &Size) -> crate::Result<GpuMemory> {
+        GpuMemory::within::<bf16>(&self.work(size), size.limit)
+    }
+
+    /// Calibrates on random sequences; `ready` is called before the clock runs.
+    ///
+    /// # Errors
+    /// Those of the forward pass, the device's among them.
+    pub fn calibrate(
+        &self,
+        device: &Device,
+        size: &Size,
+        memory: &GpuMemory,
+        ready: impl FnOnce(),
+    ) -> Result<Calibration> {
+        let Self { shape, checkpoint, spec } = self;
+        let largest = spec.layers.iter().flat_map(LayerSpec::slices).map(|slice| slice.rows.len() * slice.cols).max();
+        let loader = |device| Gpu::<bf16>::drawing_on_host(device, largest.unwrap_or(0));
+        let forward = Forward::new(Gpu::drawing(device.clone()), loader, (&self.work(size), memory), size.limit)?;
+        let decoder = forward.decoder(checkpoint, spec);
+        let mut sums = RunningSums::new(device, (checkpoint, spec), &shape.statistics(spec))?;
+        let sequences: Vec<Vec<u32>> =
+            (0..WARM_UP + size.n_sequences).map(|s| shape.sequence(s, size.seq_len)).collect();
+        let (warm_up, timed) = sequences.split_at(WARM_UP);
+        let mut observe = |sequences: &[Vec<u32>]| {
+            if forward.is_streamed() {
+                sums.by_layer(sequences.len())?;
+            }
+            let start = Instant::now();
+            forward.observe(&decoder, sequences, &mut sums, &Quiet)?;
+            Ok::<f64, ModelError>(start.elapsed().as_secs_f64())
+        };
+        observe(warm_up)?;
+        ready();
+        let n_timed = timed.len() as f64;
+        let (sequences, total_seconds, n_profiled) = if forward.is_streamed() {
+            forward.gpu().start_profile();
+            let total = observe(timed)?;
+            (vec![total / n_timed], total, n_timed)
+        } else {
+            let each = timed.iter().map(|ids| observe(std::slice::from_ref(ids))).collect::<Result<Vec<f64>>>()?;
+            forward.gpu().start_profile();
+            observe(warm_up)?;
+            let total = each.iter().sum();
+            (each, total, 1.0)
+        };
+        let mut stages = forward.gpu().end_profile()?;
+        stages.values_mut().for_each(|seconds| *seconds /= n_profiled);
+        let operations = operations(spec, size.seq_len);
+        Ok(Calibration { sequences, total_seconds, stages, operations, peak: forward.peak() })
+    }
 }
 
 /// Operations of one sequence: no attention, output or MLP in the last layer, half of all pairs of positions, half of a symmetric
@@ -183,6 +249,12 @@ impl ModelShape {
     /// The shape of this name.
     pub fn named(name: &str) -> Option<&'static Self> {
         SHAPES.iter().find(|shape| shape.name == name)
+    }
+
+    /// Token ids of its vocabulary.
+    fn sequence(&self, s: usize, seq_len: usize) -> Vec<u32> {
+        let id = |i: usize| ((i * 7919 + i / 7) % self.vocabulary) as u32;
+        (0..seq_len).map(|t| id(s * seq_len + t)).collect()
     }
 
     /// One of its layers.
@@ -299,6 +371,7 @@ impl ModelShape {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Placement;
 
     #[test]
     fn every_shape_is_a_model_that_is_understood() {
@@ -325,5 +398,26 @@ mod tests {
             (linear - 444.3).abs() < 0.1 && (attention - 307.9).abs() < 0.1 && (gram - 0.93).abs() < 0.01,
             "{linear} {attention} {gram}"
         );
+    }
+    #[test]
+    fn a_shape_that_does_not_fit_streams_and_one_that_never_does_is_refused() {
+        let plan = |name: &str, limit: u64| {
+            let folder = tempfile::tempdir().expect("a folder");
+            let shape = ModelShape::named(name).expect("a shape");
+            shape.write(folder.path(), 32_768).expect("written");
+            let model = StandIn::open(shape, folder.path()).expect("understood");
+            model.memory(&Size { n_sequences: 1, seq_len: 32_768, limit })
+        };
+        for (name, gib, expected) in [
+            ("qwen3-8b", 20, Placement::Resident),
+            ("qwen3-32b", 24, Placement::Streamed),
+            ("qwen3-32b", 80, Placement::Resident),
+            ("llama3-70b", 48, Placement::Streamed),
+        ] {
+            let memory = plan(name, gib << 30).expect("a way");
+            assert_eq!(memory.placement, expected, "{name} in {gib} GiB");
+            assert!(memory.total() <= gib << 30);
+        }
+        assert!(matches!(plan("qwen3-32b", 1 << 30), Err(crate::GpuError::DoesNotFit { .. })));
     }
 }

@@ -1,25 +1,46 @@
-//! Calibration on a GPU: weights stay on the card, sequences follow each other through it, and their sums stay there until they
-//! are saved.
+//! Calibration on a GPU: weights stay on the card and sequences follow each other through it, or layers follow each other and groups of
+//! sequences go through them; sums stay there until they are saved.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::monitor::Monitor;
 use wush_gpu::backend::Gpu;
-use wush_gpu::plan::GpuMemory;
+use wush_gpu::forward::Forward;
+use wush_gpu::plan::{GpuMemory, Placement, Work};
 use wush_gpu::statistics::RunningSums;
+use wush_gpu::weighted::WeightedSums;
 use wush_gpu::{Device, DeviceInfo, GpuError};
 use wush_model::decoder::Decoder;
-use wush_model::spec::ModelSpec;
-use wush_stats::{LayerSums, Statistics, StatsInfo};
+use wush_stats::{LayerSums, SecondPass, Statistics, StatsInfo};
 
 use super::{Saver, weigh, with_kept};
 use crate::human::human_bytes;
 use crate::model::Model;
 use crate::plan::{CalibrationPlan, longest};
+use crate::request::ByteSize;
 use crate::{PipelineError, Result};
 
 /// Activations of the forward pass.
 type Activations = half::bf16;
+
+/// Where a model's layers were while it ran.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Layers {
+    /// All on the card.
+    Resident,
+    /// Two on the card at a time.
+    Streamed,
+}
+
+impl From<Placement> for Layers {
+    fn from(placement: Placement) -> Self {
+        match placement {
+            Placement::Resident => Self::Resident,
+            Placement::Streamed => Self::Streamed,
+        }
+    }
+}
 
 /// What a calibration used of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -27,32 +48,40 @@ type Activations = half::bf16;
 pub struct GpuUse {
     /// "cuda:0 (NVIDIA H200)".
     pub device: String,
+    /// Where the layers were.
+    pub layers: Layers,
     /// Bytes that were planned: weights, activations, statistics and scratch.
     pub planned: u64,
     /// Bytes that were taken from the device at most.
     pub peak: u64,
+    /// Bytes of pinned host memory for hidden states, 0 where the layers are resident.
+    pub pinned: u64,
 }
 
-/// Bytes of a run's memory on the card, and a line that says so.
+/// Bytes of a run's memory on the card, and how many it may take: what is free, or less where that was asked for.
 ///
 /// # Errors
-/// `Gpu` when the card has not so much free.
-pub(crate) fn plan(device: &DeviceInfo, spec: &ModelSpec, n_tokens: usize) -> Result<(GpuMemory, String)> {
-    let memory = GpuMemory::of::<Activations>(spec, n_tokens);
-    let free = Device::open(device.ordinal).and_then(|device| device.free_memory()).map_err(PipelineError::Gpu)?;
-    if memory.total() > free {
-        let error = GpuError::OutOfMemory { wanted: memory.total(), in_use: device.memory - free, limit: free };
-        return Err(PipelineError::Gpu(error));
-    }
-    let GpuMemory { weights, activations, statistics, scratch } = memory;
-    let [total, free, weights, activations, statistics, scratch] =
-        [memory.total(), free, weights, activations, statistics, scratch].map(human_bytes);
-    let line = format!(
-        "GPU        cuda:{}: about {total} of {free} free (weights {weights}, activations {activations}, statistics {statistics}, \
-         scratch {scratch})",
-        device.ordinal
-    );
-    Ok((memory, line))
+/// `Gpu` when the model does not fit, layer by layer either.
+pub(crate) fn plan(device: &Device, work: &Work<'_>, most: Option<ByteSize>) -> Result<(GpuMemory, u64)> {
+    let free = device.free_memory().map_err(PipelineError::Gpu)?;
+    let limit = most.map_or(free, |most| most.0.min(free));
+    let memory = GpuMemory::within::<Activations>(work, limit).map_err(PipelineError::Gpu)?;
+    Ok((memory, limit))
+}
+
+/// A line that states a plan.
+pub(crate) fn describe(ordinal: usize, memory: &GpuMemory, limit: u64) -> String {
+    let GpuMemory { placement, weights, activations, statistics, scratch } = *memory;
+    let [total, limit, weights, activations, statistics, scratch] =
+        [memory.total(), limit, weights, activations, statistics, scratch].map(human_bytes);
+    let layers = match placement {
+        Placement::Resident => "",
+        Placement::Streamed => " of two layers at a time, each read once a group of sequences,",
+    };
+    format!(
+        "GPU        cuda:{ordinal}: about {total} of {limit} (weights{layers} {weights}, activations {activations}, statistics \
+         {statistics}, scratch {scratch})"
+    )
 }
 
 /// Sums over the sequences of a plan that `statistics` do not hold yet; sequences in order. Several GPUs take a share each: their
@@ -76,8 +105,8 @@ pub(super) fn accumulate(
     };
     monitor.end();
     if plan.second_pass {
-        let card = Card::open(first, model)?;
-        weigh(&card.decoder(), plan, statistics, saver.path, monitor)?;
+        let card = Card::open(first, model, plan, &plan.sequences, monitor)?;
+        weigh(plan, statistics, saver.path, monitor, |pass| card.weigh(plan, pass, monitor))?;
     }
     Ok(uses)
 }
@@ -86,30 +115,76 @@ pub(super) fn accumulate(
 struct Card<'a> {
     info: &'a DeviceInfo,
     model: &'a Model,
-    gpu: Gpu<Activations>,
+    planned: GpuMemory,
+    forward: Forward<Activations>,
 }
 
 impl<'a> Card<'a> {
-    fn open(info: &'a DeviceInfo, model: &'a Model) -> Result<Self> {
+    /// Opens the GPU for `sequences`, and says how its memory will be used.
+    fn open(
+        info: &'a DeviceInfo,
+        model: &'a Model,
+        plan: &CalibrationPlan,
+        sequences: &[Vec<u32>],
+        monitor: &dyn Monitor,
+    ) -> Result<Self> {
         let device = Device::open(info.ordinal).map_err(PipelineError::Gpu)?;
-        Ok(Self { info, model, gpu: Gpu::new(device) })
+        let work = Work {
+            checkpoint: Some(&model.checkpoint),
+            spec: &model.spec,
+            n_tokens: longest(sequences),
+            hessians: plan.info.attention_hessians,
+        };
+        let (planned, limit) = self::plan(&device, &work, plan.max_gpu_memory)?;
+        monitor.note(&describe(info.ordinal, &planned, limit));
+        let forward = Forward::new(Gpu::new(device), Gpu::new, (&work, &planned), limit).map_err(PipelineError::Gpu)?;
+        Ok(Self { info, model, planned, forward })
     }
 
     fn decoder(&self) -> Decoder<'_, Gpu<Activations>> {
-        Decoder::new(&self.model.checkpoint, &self.model.spec, &self.gpu).keeping_weights()
+        self.forward.decoder(&self.model.checkpoint, &self.model.spec)
     }
 
     /// Sums that go on from `statistics`.
     fn sums(&self, statistics: &Statistics) -> Result<RunningSums<'a>> {
         let weights = (&self.model.checkpoint, &self.model.spec);
-        RunningSums::new(self.gpu.device(), weights, statistics).map_err(PipelineError::Gpu)
+        RunningSums::new(self.forward.gpu().device(), weights, statistics).map_err(PipelineError::Gpu)
     }
 
-    fn used(&self, planned: &GpuMemory) -> GpuUse {
+    /// Adds one group of sequences to `sums`.
+    fn add(
+        &self,
+        decoder: &Decoder<'_, Gpu<Activations>>,
+        sequences: &[Vec<u32>],
+        sums: &mut RunningSums<'_>,
+        monitor: &dyn Monitor,
+    ) -> Result<()> {
+        if self.forward.is_streamed() {
+            sums.by_layer(sequences.len()).map_err(PipelineError::Gpu)?;
+        }
+        Ok(self.forward.observe(decoder, sequences, sums, monitor)?)
+    }
+
+    /// OSCAR's second pass over all sequences of a plan.
+    fn weigh(&self, plan: &CalibrationPlan, pass: SecondPass<'_>, monitor: &dyn Monitor) -> Result<()> {
+        let device = self.forward.gpu().device();
+        let (decoder, sums) = (self.decoder(), WeightedSums::new(device, pass.means()));
+        let mut sums = sums.map_err(PipelineError::Gpu)?;
+        for group in self.forward.groups(&plan.sequences) {
+            self.forward.observe(&decoder, &plan.sequences[group], &mut sums, monitor)?;
+        }
+        pass.finish_with(sums.download().map_err(PipelineError::Gpu)?);
+        Ok(())
+    }
+
+    fn used(&self) -> GpuUse {
+        let [peak, pinned] = self.forward.peak();
         GpuUse {
             device: format!("cuda:{} ({})", self.info.ordinal, self.info.name),
-            planned: planned.total(),
-            peak: self.gpu.device().memory().peak_reserved,
+            layers: self.planned.placement.into(),
+            planned: self.planned.total(),
+            peak,
+            pinned,
         }
     }
 }
@@ -122,27 +197,25 @@ fn on_one(
     saver: &mut Saver<'_>,
     monitor: &dyn Monitor,
 ) -> Result<GpuUse> {
-    let (memory, line) = self::plan(info, &model.spec, longest(&plan.sequences))?;
-    monitor.note(&line);
-    let card = Card::open(info, model)?;
-    let (decoder, mut sums) = (card.decoder(), card.sums(statistics)?);
     let resumed = statistics.info.sequence_hashes.len();
-    let mut counted = resumed;
-    for done in resumed..plan.sequences.len() {
+    let left = &plan.sequences[resumed..];
+    let card = Card::open(info, model, plan, left, monitor)?;
+    let (decoder, mut sums) = (card.decoder(), card.sums(statistics)?);
+    let mut counted = 0;
+    for group in card.forward.groups(left) {
         let kept = saver.kept(plan.sequences.len());
-        let sequence = std::slice::from_ref(&plan.sequences[done]);
-        decoder.observe(sequence, &mut sums, monitor).map_err(|e| with_kept(e.into(), kept))?;
-        let is_last = done + 1 == plan.sequences.len();
+        card.add(&decoder, &left[group.clone()], &mut sums, monitor).map_err(|e| with_kept(e, kept))?;
+        let is_last = group.end == left.len();
         if is_last || saver.is_due() {
             let downloaded = sums.download().map_err(PipelineError::Gpu)?;
-            statistics.take_over(downloaded, &plan.sequences[counted..=done])?;
-            counted = done + 1;
+            statistics.take_over(downloaded, &left[counted..group.end])?;
+            counted = group.end;
         }
         if !is_last {
             saver.save_if_due(statistics)?;
         }
     }
-    Ok(card.used(&memory))
+    Ok(card.used())
 }
 
 /// A thread a GPU; nothing is saved before the end.
@@ -164,7 +237,7 @@ fn on_several(
     let shares: Vec<Result<(Vec<LayerSums>, GpuUse)>> = std::thread::scope(|scope| {
         let begin = |(i, info)| {
             let (start, sequences) = (start(i), &plan.sequences[cut(i)..cut(i + 1)]);
-            scope.spawn(move || share(info, model, sequences, &start, monitor))
+            scope.spawn(move || share(info, model, (plan, sequences), &start, monitor))
         };
         let threads: Vec<_> = devices.iter().enumerate().map(begin).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, _>| thread.join();
@@ -186,20 +259,18 @@ fn on_several(
     Ok(uses)
 }
 
-/// Sums over `sequences`, on top of `start`.
+/// Sums over `sequences` of a plan, on top of `start`.
 fn share(
     info: &DeviceInfo,
     model: &Model,
-    sequences: &[Vec<u32>],
+    (plan, sequences): (&CalibrationPlan, &[Vec<u32>]),
     start: &Statistics,
     monitor: &dyn Monitor,
 ) -> Result<(Vec<LayerSums>, GpuUse)> {
-    let (memory, line) = plan(info, &model.spec, longest(sequences))?;
-    monitor.note(&line);
-    let card = Card::open(info, model)?;
+    let card = Card::open(info, model, plan, sequences, monitor)?;
     let (decoder, mut sums) = (card.decoder(), card.sums(start)?);
-    for sequence in sequences {
-        decoder.observe(std::slice::from_ref(sequence), &mut sums, monitor)?;
+    for group in card.forward.groups(sequences) {
+        card.add(&decoder, &sequences[group], &mut sums, monitor)?;
     }
-    Ok((sums.download().map_err(PipelineError::Gpu)?, card.used(&memory)))
+    Ok((sums.download().map_err(PipelineError::Gpu)?, card.used()))
 }

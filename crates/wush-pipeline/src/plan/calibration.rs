@@ -10,7 +10,7 @@ use wush_stats::StatsInfo;
 
 use crate::model::Model;
 use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN, DEFAULT_SEQUENCES, DEFAULT_TEXT_FIELD};
-use crate::request::{CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
+use crate::request::{ByteSize, CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
 use crate::{PipelineError, Result};
 
 /// The sequences of a run and what its statistics will say of themselves.
@@ -24,6 +24,8 @@ pub struct CalibrationPlan {
     pub(crate) is_text: bool,
     /// Whether the text is read a second time.
     pub second_pass: bool,
+    /// The most that may be taken of a GPU; all that is free when none.
+    pub max_gpu_memory: Option<ByteSize>,
 }
 
 impl CalibrationPlan {
@@ -57,7 +59,13 @@ impl CalibrationPlan {
             sequence_hashes,
         };
         let second_pass = gather.second_pass == SecondPassChoice::Oscar;
-        Ok(Self { sequences: packed.sequences, info, is_text: packed.text.n_bytes > 0, second_pass })
+        let is_text = packed.text.n_bytes > 0;
+        Ok(Self { sequences: packed.sequences, info, is_text, second_pass, max_gpu_memory: None })
+    }
+
+    /// The same within so much of a GPU's memory.
+    pub(crate) fn within(self, max_gpu_memory: Option<ByteSize>) -> Self {
+        Self { max_gpu_memory, ..self }
     }
 
     /// The description of the finished statistics.

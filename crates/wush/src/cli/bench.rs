@@ -5,7 +5,7 @@ use clap::{Args, Subcommand};
 use wush_pipeline::request::DeviceChoice;
 use wush_pipeline::{BenchCalibrateRequest, BenchKernelsRequest, shape_names};
 
-use super::whole_number;
+use super::{GpuArgs, whole_number};
 
 /// `wush bench`.
 #[derive(Debug, Args)]
@@ -46,13 +46,16 @@ pub struct BenchCalibrateArgs {
     /// Sequences to time, after one that warms up
     #[arg(long, value_name = "N", default_value_t = 5, allow_negative_numbers = true, value_parser = whole_number)]
     sequences: usize,
+    #[command(flatten)]
+    gpu: GpuArgs,
 }
 
 impl BenchCalibrateArgs {
     /// The request that was typed.
     pub fn request(self) -> BenchCalibrateRequest {
         let BenchKernelsArgs { device, shape, seq_len } = self.layer;
-        BenchCalibrateRequest { device, shape, seq_len, sequences: self.sequences }
+        let max_gpu_memory = self.gpu.max_gpu_memory;
+        BenchCalibrateRequest { device, shape, seq_len, sequences: self.sequences, max_gpu_memory }
     }
 }
 
