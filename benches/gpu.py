@@ -190,10 +190,13 @@ def tensors_of(path):
 def compare(args):
     """The largest ||a - b|| / ||b|| over the layers, for each kind of tensor."""
     a, b = map(tensors_of, args.files)
-    if a.keys() != b.keys():
+    both, kinds = a.keys() & b.keys(), lambda names: ", ".join(sorted({name.split(".", 2)[-1] for name in names}))
+    if not both:
         sys.exit("the files hold different tensors")
+    if a.keys() ^ b.keys():
+        print(f"in one file alone: {kinds(a.keys() ^ b.keys())}")
     worst = {}
-    for name in a:
+    for name in both:
         kind = name.split(".", 2)[-1]
         distance = sum((x - y) ** 2 for x, y in zip(a[name], b[name])) ** 0.5
         size = sum(y * y for y in b[name]) ** 0.5 or 1.0

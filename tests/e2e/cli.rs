@@ -89,10 +89,11 @@ fn every_command_is_on_the_page() {
 #[test]
 fn a_benchmark_of_a_gpu_needs_one() {
     let scratch = Scratch::new();
-    for of in ["kernels", "calibrate"] {
+    for (of, expected) in [("kernels", "one GPU: cuda or cuda:N"), ("calibrate", "GPUs: cuda, cuda:N or cuda:all")] {
         let on_cpu = wush(&scratch).run(&["bench", of, "--device", "cpu"]);
         assert_eq!(on_cpu.code, Some(2), "{on_cpu:?}");
-        assert!(on_cpu.stderr.contains("--device: expected one GPU: cuda or cuda:N, found cpu"), "{on_cpu:?}");
+        let message = format!("--device: expected {expected}, found cpu");
+        assert!(on_cpu.stderr.contains(&message), "{on_cpu:?}");
         let none = wush(&scratch).run(&["bench", of, "--device", "cpu", "--seq-len", "0"]);
         assert!(none.stderr.contains("--seq-len: expected at least 1, found 0"), "{none:?}");
         let unknown = wush(&scratch).run(&["bench", of, "--shape", "other"]);

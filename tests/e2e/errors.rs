@@ -170,6 +170,8 @@ fn options_that_nothing_looks_at() {
     assert_error(&scratch, &unchecked, &["--tolerance: expected none where nothing is checked", "found 0.1"]);
     let field = convert(&["--text-field", "body"]);
     assert_error(&scratch, &field, &["--text-field: expected none with token-id lists", "found body"]);
+    let bounded = convert(&["--device", "cpu", "--max-gpu-memory", "24GiB"]);
+    assert_error(&scratch, &bounded, &["--max-gpu-memory: expected none with --device cpu", "found 25769803776"]);
     wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "s.safetensors"]));
     let solve = args([&"solve", &"s.safetensors", &"--out", &"t.safetensors", &"--transform", &"identity"]);
     let solve = [solve, args([&"--exponent", &"0.3"])].concat();

@@ -13,6 +13,7 @@ use crate::gram::GramParts;
 use crate::hessian;
 use crate::matmul::WORKSPACE_BYTES;
 use crate::pool;
+use crate::sums;
 
 /// Layers on the card while a model streams through it.
 const N_LAYERS: u64 = 2;
@@ -102,19 +103,21 @@ impl GpuMemory {
     /// With the layers there.
     pub fn of<T: Compute>(work: &Work<'_>, placement: Placement) -> Self {
         let Work { spec, n_tokens, hessians, .. } = *work;
-        let element = size_of::<T>() as u64;
         let largest = |bytes: &dyn Fn(&LayerSpec) -> u64| spec.layers.iter().map(bytes).max().unwrap_or(0);
         let of_layer = |layer: &LayerSpec| layer.slices().map(room::<T>).sum::<u64>();
         let (layers, parked) = match placement {
             Placement::Resident => (spec.layers.iter().map(of_layer).sum(), 0),
-            Placement::Streamed => (N_LAYERS * largest(&of_layer), (ON_CARD * n_tokens * spec.hidden_size) as u64),
+            Placement::Streamed => {
+                let states = block((n_tokens * spec.hidden_size) as u64, size_of::<T>() as u64);
+                (N_LAYERS * largest(&of_layer), ON_CARD as u64 * states)
+            }
         };
         let staging = work.checkpoint.map_or(0, |checkpoint| staging::<T>(checkpoint, spec));
         Self {
             placement,
             weights: layers + room::<T>(&spec.embedding),
-            activations: (largest(&|layer| activations(spec.hidden_size, layer, n_tokens)) + parked) * element,
-            statistics: spec.layers.iter().map(|layer| sums(layer, hessians)).sum(),
+            activations: largest(&|layer| activations::<T>(spec.hidden_size, layer, n_tokens)) + parked,
+            statistics: spec.layers.iter().map(|layer| statistics(layer, hessians)).sum(),
             scratch: largest(&|layer| scratch::<T>(layer, n_tokens, hessians)) + WORKSPACE_BYTES as u64 + staging,
         }
     }
@@ -140,33 +143,40 @@ fn n_elements(slice: &TensorSlice) -> u64 {
 
 /// Bytes of a tensor on the device, as the pool rounds them. Vectors are there in f32, too.
 fn room<T: Compute>(slice: &TensorSlice) -> u64 {
-    let of = |element: u64| pool::rounded(n_elements(slice) * element).unwrap_or(u64::MAX);
+    let of = |element: u64| block(n_elements(slice), element);
     let wide = if slice.cols == 1 { of(WIDE[0]) } else { 0 };
     of(size_of::<T>() as u64).saturating_add(wide)
 }
 
-/// Elements: the residual stream; its norm, whose memory the attention's output takes where it is about as large; queries, keys and
+/// Bytes of so many elements, as the pool rounds them.
+fn block(n_elements: u64, element: u64) -> u64 {
+    n_elements.checked_mul(element).and_then(pool::rounded).unwrap_or(u64::MAX)
+}
+
+/// Bytes of the residual stream; its norm, whose memory the attention's output takes where it is about as large; queries, keys and
 /// values; and the MLP's part of the tokens. The pool keeps what one stage gave back for the same stage of the next layer, so they
 /// add up.
-fn activations(hidden: usize, layer: &LayerSpec, n_tokens: usize) -> u64 {
+fn activations<T: Compute>(hidden: usize, layer: &LayerSpec, n_tokens: usize) -> u64 {
     let (attn, mlp) = (&layer.attn, &layer.mlp);
-    let attended = attn.n_heads * attn.head_dim;
-    let qkv = attended + 2 * attn.n_kv_heads * attn.head_dim;
-    let of_mlp = hidden + 3 * mlp.gate.weight.rows.len();
-    let post_norm = [&layer.attn_post_norm, &layer.mlp_post_norm].into_iter().flatten().next().map_or(0, |_| hidden);
-    let normed_and_attended = if pool::serves(hidden as u64, attended as u64) { hidden } else { hidden + attended };
-    let whole = (hidden + normed_and_attended + qkv + post_norm) as u64 * n_tokens as u64;
-    whole + of_mlp as u64 * n_tokens.min(MLP_ROWS) as u64
+    let of = |width: usize, n_rows: usize| block(width as u64 * n_rows as u64, size_of::<T>() as u64);
+    let (whole, part) = (|width| of(width, n_tokens), |width| of(width, n_tokens.min(MLP_ROWS)));
+    let queries = attn.n_heads * attn.head_dim;
+    let (normed, attended) = (whole(hidden), whole(queries));
+    let both = if pool::serves(normed, attended) { normed } else { normed + attended };
+    let has_post_norm = layer.attn_post_norm.is_some() || layer.mlp_post_norm.is_some();
+    let update = if has_post_norm { whole(hidden) } else { 0 };
+    let inner = mlp.gate.weight.rows.len();
+    let of_mlp = part(hidden) + part(2 * inner) + part(inner);
+    whole(hidden) + both + whole(queries + 2 * attn.n_kv_heads * attn.head_dim) + update + of_mlp
 }
 
 /// Bytes of a layer's sums, and of what its exact Hessians are made with.
-fn sums(layer: &LayerSpec, hessians: bool) -> u64 {
+fn statistics(layer: &LayerSpec, hessians: bool) -> u64 {
     let attn = &layer.attn;
     let (n_kv, d) = (attn.n_kv_heads as u64, attn.head_dim as u64);
     let [exact, couplings] = hessian::elements([attn.n_heads, attn.n_kv_heads], attn.head_dim);
-    let room = |n_elements: u64, element: u64| pool::rounded(n_elements * element).unwrap_or(u64::MAX);
-    let exact = if hessians { 2 * room(exact / 2, WIDE[1]) + room(couplings, WIDE[0]) } else { 0 };
-    3 * room(n_kv * d * d, WIDE[1]) + room(n_kv * d, WIDE[1]) + exact
+    let exact = if hessians { 2 * block(exact / 2, WIDE[1]) + block(couplings, WIDE[0]) } else { 0 };
+    3 * block(n_kv * d * d, WIDE[1]) + block(n_kv * d, WIDE[1]) + exact
 }
 
 /// Bytes of parts of sums, exact Hessians, rotary tables and token ids.
@@ -177,8 +187,12 @@ fn scratch<T: Compute>(layer: &LayerSpec, n_tokens: usize, hessians: bool) -> u6
     let heads = [attn.n_heads, attn.n_kv_heads];
     let exact = || hessian::scratch_bytes(n_tokens, heads, attn.head_dim, u32::MAX).unwrap_or(0);
     let rotary = attn.rope.as_ref().map_or(0, |rope| rope.rotary_dim as u64);
-    // Two kinds of layers may turn by two tables, each cos and sin; ids are as long.
-    parts + if hessians { exact() } else { 0 } + n_tokens as u64 * WIDE[0] * (2 * rotary + 1)
+    let keys = sums::partial_len(n_tokens, attn.n_kv_heads * attn.head_dim) as u64;
+    let n_tokens = n_tokens as u64;
+    // Two kinds of layers may turn by two tables, each cos and sin.
+    let tables = 4 * block(n_tokens * (rotary / 2), WIDE[0]);
+    let exact = if hessians { exact() } else { 0 };
+    block(parts, 1) + block(keys, WIDE[1]) + exact + tables + block(n_tokens, WIDE[0])
 }
 
 /// Bytes of the largest tensor as it is stored, where it is converted on the device.
@@ -191,7 +205,7 @@ fn staging<T: Compute>(checkpoint: &Checkpoint, spec: &ModelSpec) -> u64 {
             Dtype::BF16 | Dtype::F16 => 2,
             _ => WIDE[0],
         };
-        pool::rounded(n_elements(slice) * element).unwrap_or(u64::MAX)
+        block(n_elements(slice), element)
     };
     spec.layers.iter().flat_map(LayerSpec::slices).map(bytes).max().unwrap_or(0)
 }

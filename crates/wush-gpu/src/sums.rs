@@ -103,7 +103,7 @@ impl Device {
             return Ok(());
         }
         let n_chunks = x.n_rows.div_ceil(CHUNK);
-        let partial: Buffer<f64> = self.uninit(n_chunks.saturating_mul(x.width))?;
+        let partial: Buffer<f64> = self.uninit(partial_len(x.n_rows, x.width))?;
         let [lanes, strands] = SUM_BLOCK;
         let n_blocks = u32_of("columns to sum", x.width.div_ceil(lanes * T::VECTOR))?;
         let geometry = Geometry {
@@ -122,6 +122,11 @@ impl Device {
         // SAFETY: as above; `into` has a sum a column.
         unsafe { self.launch(&kernel, geometry, &[Arg::from(&partial), chunks, width, Arg::from(&*into)]) }
     }
+}
+
+/// Partial sums of so many rows and columns. Saturates.
+pub(crate) fn partial_len(n_rows: usize, width: usize) -> usize {
+    n_rows.div_ceil(CHUNK).saturating_mul(width)
 }
 
 fn too_many(count: usize) -> crate::GpuError {

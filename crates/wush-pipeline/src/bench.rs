@@ -141,32 +141,32 @@ fn named(name: &str) -> Result<&'static ModelShape> {
 /// The GPUs to measure: there is no sense in measuring the CPU in their place.
 ///
 /// # Errors
-/// `Option` for the CPU; `Gpu` where there is none.
-fn gpus(choice: &DeviceChoice) -> Result<Vec<DeviceInfo>> {
+/// `Option` for the CPU, in place of what is `expected`; `Gpu` where there is none.
+fn gpus(choice: &DeviceChoice, expected: &str) -> Result<Vec<DeviceInfo>> {
     let choice = if *choice == DeviceChoice::Auto { &DeviceChoice::Cuda(None) } else { choice };
     match Device::pick(choice, Runs::OnGpu)? {
         Device::Cuda(infos) => Ok(infos),
-        cpu @ Device::Cpu { .. } => Err(not_one_gpu("a GPU: cuda, cuda:N or cuda:all", &cpu)),
+        cpu @ Device::Cpu { .. } => Err(not_measured(expected, &cpu)),
     }
-}
-
-fn not_one_gpu(expected: &str, found: &Device) -> PipelineError {
-    PipelineError::Option { option: "--device", expected: expected.to_owned(), found: found.describe() }
 }
 
 /// The one GPU to measure.
+///
+/// # Errors
+/// As [`gpus`]; `Option` for several.
 fn gpu(choice: &DeviceChoice) -> Result<(DeviceInfo, Gpu)> {
-    let mut infos = gpus(choice)?;
-    match (infos.pop(), infos.is_empty()) {
-        (Some(info), true) => {
+    let expected = "one GPU: cuda or cuda:N";
+    match <[DeviceInfo; 1]>::try_from(gpus(choice, expected)?) {
+        Ok([info]) => {
             let device = Gpu::open(info.ordinal).map_err(PipelineError::Gpu)?;
             Ok((info, device))
         }
-        (last, _) => {
-            infos.extend(last);
-            Err(not_one_gpu("one GPU: cuda or cuda:N", &Device::Cuda(infos)))
-        }
+        Err(infos) => Err(not_measured(expected, &Device::Cuda(infos))),
     }
+}
+
+fn not_measured(expected: &str, found: &Device) -> PipelineError {
+    PipelineError::Option { option: "--device", expected: expected.to_owned(), found: found.describe() }
 }
 
 /// "a bf16 product of 8192³ 760 TFLOP/s, sustained 670; a copy 4.20 TB/s".

@@ -256,7 +256,8 @@ impl CalibratePlan {
         let attention = request.gather.hessian == HessianChoice::Attention;
         let lengths = Lengths { text: packed.text, calibrate: longest(&packed.sequences), verify: 0, attention };
         let memory = MemoryPlan::new(&model, lengths, FoldDtype::Keep);
-        let calibration = CalibrationPlan::new(&model, packed, request.gather)?.within(request.max_gpu_memory);
+        let calibration =
+            CalibrationPlan::new(&model, packed, request.gather)?.within(&model.device, request.max_gpu_memory)?;
         let text = too_little_text(calibration.info.positions, model.head_dim());
         let notes = text.into_iter().chain(out.name_note()).collect();
         let shard = request.shard.map(|shard| shard.to_string());
@@ -368,7 +369,7 @@ impl ConvertPlan {
         let memory = MemoryPlan::new(&model, lengths, request.dtype);
         let calibration = match packed {
             Some(packed) if solve.kind.needs_statistics => {
-                Some(CalibrationPlan::new(&model, packed, gather)?.within(request.max_gpu_memory))
+                Some(CalibrationPlan::new(&model, packed, gather)?.within(&model.device, request.max_gpu_memory)?)
             }
             _ => None,
         };

@@ -105,7 +105,7 @@ pub struct StageRow {
 pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -> Result<BenchCalibrateReport> {
     let shape = named(&request.shape)?;
     at_least_1("--seq-len", request.seq_len)?;
-    let infos = gpus(&request.device)?;
+    let infos = gpus(&request.device, "GPUs: cuda, cuda:N or cuda:all")?;
     if request.sequences < infos.len() {
         let (expected, found) = (format!("at least one a GPU, {}", infos.len()), request.sequences.to_string());
         return Err(PipelineError::Option { option: "--sequences", expected, found });

@@ -66,6 +66,9 @@ pub(super) fn describe_verification(plan: &VerifyPlan) -> String {
 
 /// A warning of a calibration that takes long on a CPU, and what would be shorter.
 pub(crate) fn describe_time(model: &Model, plan: &CalibrationPlan) -> Option<String> {
+    if matches!(model.device, Device::Cuda(_)) {
+        return None;
+    }
     let lengths: Vec<usize> = plan.sequences.iter().map(Vec::len).collect();
     let shorter = [SHORTER.1].repeat(SHORTER.0);
     let [whole, short] = [&lengths, &shorter].map(|lengths| estimate(model, lengths));

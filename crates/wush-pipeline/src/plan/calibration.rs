@@ -8,6 +8,7 @@ use wush_format::hash::{Sha, sequence_hash};
 use wush_format::text::is_plain;
 use wush_stats::StatsInfo;
 
+use crate::device::Device;
 use crate::model::Model;
 use crate::plan::{DEFAULT_EVAL_SEQ_LEN, DEFAULT_SEQ_LEN, DEFAULT_SEQUENCES, DEFAULT_TEXT_FIELD};
 use crate::request::{ByteSize, CalibrationRequest, Environment, Gather, HessianChoice, SecondPassChoice};
@@ -64,8 +65,18 @@ impl CalibrationPlan {
     }
 
     /// The same within so much of a GPU's memory.
-    pub(crate) fn within(self, max_gpu_memory: Option<ByteSize>) -> Self {
-        Self { max_gpu_memory, ..self }
+    ///
+    /// # Errors
+    /// `Option` where the CPU was asked for. Where there is merely no GPU, none of its memory is taken.
+    pub(crate) fn within(self, device: &Device, max_gpu_memory: Option<ByteSize>) -> Result<Self> {
+        match (device, max_gpu_memory) {
+            (Device::Cpu { because: None }, Some(size)) => Err(PipelineError::Option {
+                option: "--max-gpu-memory",
+                expected: "none with --device cpu".to_owned(),
+                found: size.to_string(),
+            }),
+            _ => Ok(Self { max_gpu_memory, ..self }),
+        }
     }
 
     /// The description of the finished statistics.
