@@ -145,7 +145,7 @@ fn calibrating_within_a_run_gives_the_numbers_of_a_statistics_file() {
     assert_eq!(from_file["rows"], at_once["rows"]);
     assert_eq!(from_file["calibration"], at_once["calibration"]);
     let note = at_once["notes"][0].as_str().expect("a note");
-    assert!(note.contains("calibrated on sequences of 256 tokens, evaluated on 512"), "{note}");
+    assert!(note.contains("calibrated on sequences of 256 tokens, this run may reach 512"), "{note}");
     assert_eq!(names(scratch.path()), ["s.safetensors"]);
 }
 
@@ -162,6 +162,32 @@ fn a_calibration_as_long_as_the_text_gets_no_warning() {
     {
         assert!(run.stderr.contains(told), "{told}: {}", run.stderr);
     }
+}
+
+/// What no hash forbids, since people have reasons for it, but what changes the numbers.
+#[test]
+fn a_bundle_under_other_settings_than_its_calibrations_says_so() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    let fixed = args([&"convert", &model(), &"--calib", &text(), &"--out", &"b"]);
+    program.ok(&[fixed, owned(&["--sequences", "2", "--seq-len", "512", "--rope-scaling", "linear:2"])].concat());
+    let notes = |more: &[&str]| {
+        let found = report(&program, "b", &[&["--bits", "8"], more].concat());
+        found["notes"].as_array().expect("notes").iter().map(|note| note.as_str().expect("text").to_owned()).collect()
+    };
+    let told = |notes: &Vec<String>, what: &str| notes.iter().any(|note| note.contains(what));
+    let other = "calibrated under RoPE scaling linear:2, run under the configuration's own";
+    let (plain, same): (Vec<String>, Vec<String>) = (notes(&[]), notes(&["--rope-scaling", "linear:2"]));
+    assert!(told(&plain, other) && !told(&same, "RoPE scaling"), "{plain:?} {same:?}");
+    let config = scratch.join("b/config.json");
+    let mut edited = fs::read_to_string(&config).expect("a configuration");
+    edited.push('\n');
+    fs::write(&config, edited).expect("written");
+    let edited: Vec<String> = notes(&[]);
+    let changed = "config.json is not the file that the bundle was written with";
+    assert!(told(&edited, changed) && !told(&plain, changed), "{edited:?}");
+    let run = program.run(&["generate", "b", "--prompt", "The", "--max-new-tokens", "2", "--kv-bits", "2"]);
+    assert!(run.code == Some(0) && run.stderr.contains(changed) && run.stderr.contains(other), "{run:?}");
 }
 
 /// Its transforms, mean keys and feedback matrices are those that its model gets with the same options; folded in f32, what

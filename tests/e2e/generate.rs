@@ -217,7 +217,7 @@ fn what_cannot_be_continued_is_refused_by_name() {
     refused(&["--prompt", ""], "the prompt is empty");
     refused(&["--prompt", "a", "--kv-bits", "5"], "invalid value '5' for '--kv-bits <BITS>'");
     refused(&["--prompt", "a", "--kv-bits", "1"], "invalid value '1' for '--kv-bits <BITS>'");
-    refused(&["--prompt", "a", "--kv-bits", "auto:2.5"], "--kv-bits: expected auto:AVERAGE with a bundle");
+    refused(&["--prompt", "a", "--kv-bits", "auto:2.5"], "--kv-bits: expected a number of bits, or a bundle for auto");
     refused(&["--prompt", "a", "--chat", "always"], "has no chat template");
     refused(&["--prompt", "a", "--system", "b"], "has no chat template");
     refused(&["--prompt", "a", "--system", "b", "--chat", "never"], "--system: expected none with --chat never");

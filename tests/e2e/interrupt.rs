@@ -1,5 +1,6 @@
 //! Kills, signals and resumes: nothing lost, nothing half there, the same bytes in the end.
 
+use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -37,6 +38,28 @@ fn delays(n: usize, whole_run: u64) -> Vec<u64> {
         (state >> 33) % (whole_run / 2)
     };
     std::iter::once(whole_run / 8).chain((1..n).map(|_| next())).collect()
+}
+
+/// `nohup`, and a background job of a script: what the process was started to ignore it goes on ignoring.
+#[test]
+fn signals_that_are_ignored_from_the_start_stay_so() {
+    let scratch = Scratch::new();
+    let few = ["--sequences", "4", "--seq-len", "512"];
+    let mut all = args([&"calibrate", &model(), &"--calib", &text(), &"--out", &"s.safetensors"]);
+    all.extend(few.map(str::to_owned));
+    let mut child = wush(&scratch)
+        .command_after("trap '' HUP INT", &all)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started");
+    let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
+    let mut line = String::new();
+    stderr.read_line(&mut line).expect("text");
+    ["HUP", "INT"].iter().for_each(|name| signal(&child, name));
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).expect("text");
+    assert_eq!(child.wait().expect("waited for").code(), Some(0), "{line}{rest}");
 }
 
 #[test]

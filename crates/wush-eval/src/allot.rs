@@ -16,6 +16,9 @@ pub const MEASURED: Bits = WIDTHS[0].0;
 /// Smallest and largest average that can be asked for.
 pub const AVERAGES: [f64; 2] = [WIDTHS[0].0.get() as f64, WIDTHS[WIDTHS.len() - 1].0.get() as f64];
 
+/// Bits of all coordinates together that an average is short of a whole number of them for its rounding alone: 2^-52 of up to 2^32.
+const ROUNDING: f64 = 1e-6;
+
 /// One layer as the allotment sees it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measured {
@@ -45,7 +48,7 @@ pub fn allot(layers: &[Measured], average: f64) -> Result<Vec<LayerBits>> {
     }
     let n_coordinates: usize = layers.iter().map(|layer| 2 * layer.n_coordinates).sum();
     // Spare bits: of all coordinates, above the fewest.
-    let mut spare = ((average - least) * n_coordinates as f64).floor() as usize;
+    let mut spare = ((average - least) * n_coordinates as f64 + ROUNDING).floor() as usize;
     let mut sides: Vec<Side> = layers.iter().flat_map(Side::of_layer).collect();
     while let Some(side) = best(&mut sides, spare) {
         spare -= side.n_coordinates;
@@ -124,6 +127,17 @@ mod tests {
             }
         }
         least
+    }
+
+    /// 2.3 is no binary number: of 60 equal sides exactly 18 get a third bit all the same.
+    #[test]
+    fn averages_that_are_no_binary_numbers_are_reached() {
+        let layers: Vec<Measured> = (0..30).map(|_| Measured { keys: 1.0, values: 1.0, n_coordinates: 192 }).collect();
+        for average in [2.1, 2.2, 2.3, 2.4, 2.8, 2.9] {
+            let bits = allot(&layers, average).expect("in range");
+            let found = super::average(&bits, layers.iter().map(|layer| layer.n_coordinates));
+            assert!((found - average).abs() <= 1e-12, "{average}: {found}");
+        }
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub(crate) fn noted(report: &Report) -> String {
 pub(crate) fn layers_title(report: &Report) -> &'static str {
     match report.kind {
         Kind::Statistics => {
-            "Layers (gain: what the wush transform would give on the calibration text itself, worst to \
+            "Layers (gain: what the transform of the paper would give on the calibration text itself, worst to \
                              best head; the rest: worst head)"
         }
         _ if columns(report).iter().any(|column| column.range) => {

@@ -56,7 +56,7 @@ impl<T> Clone for KeysValues<'_, T> {
 
 impl<T> Copy for KeysValues<'_, T> {}
 
-/// A device that attends to what a windowed cache holds: for evaluations.
+/// A device that attends to what a windowed cache holds, and takes activations from the host: for evaluations.
 pub trait Windowed: Backend {
     /// Tokens of `x`.
     fn n_rows(&self, x: &Self::Tensor) -> usize;
@@ -103,7 +103,7 @@ impl<B: Backend> AttentionProduct<B> for Exact {
     }
 }
 
-/// Attention as a key-transforming server computes it: T_K on keys and T_K^{-T} on queries, after RoPE.
+/// Attention as a key-transforming server computes it: T_K (k − μ) for keys and T_K^{-T} q for queries, after RoPE.
 pub struct TransformedKeys<B: Backend> {
     layers: BTreeMap<usize, Transform<B>>,
 }
@@ -111,9 +111,11 @@ pub struct TransformedKeys<B: Backend> {
 struct Transform<B: Backend> {
     key: B::Matrix,
     query: B::Matrix,
+    /// μ, `[n_kv * d]`, where keys are centred.
+    mean: Option<Vec<f32>>,
 }
 
-impl<B: Backend> TransformedKeys<B> {
+impl<B: Windowed> TransformedKeys<B> {
     /// A sidecar's matrices on the device.
     ///
     /// # Errors
@@ -131,13 +133,14 @@ impl<B: Backend> TransformedKeys<B> {
                 });
             }
             let on_device = |data| backend.head_matrices(layer.n_kv_heads, layer.head_dim, data);
-            layers.insert(id, Transform { key: on_device(&layer.key)?, query: on_device(&layer.query)? });
+            let (key, query) = (on_device(&layer.key)?, on_device(&layer.query)?);
+            layers.insert(id, Transform { key, query, mean: layer.key_mean.clone() });
         }
         Ok(Self { layers })
     }
 }
 
-impl<B: Backend> AttentionProduct<B> for TransformedKeys<B> {
+impl<B: Windowed> AttentionProduct<B> for TransformedKeys<B> {
     fn attend(
         &self,
         backend: &B,
@@ -147,7 +150,52 @@ impl<B: Backend> AttentionProduct<B> for TransformedKeys<B> {
     ) -> Result<B::Tensor> {
         let Some(transform) = self.layers.get(&place.layer) else { return backend.attention(q, k, v, shape) };
         let q = backend.transform_heads(q, &transform.query, shape.head_dim)?;
-        let k = backend.transform_heads(k, &transform.key, shape.head_dim)?;
+        let centred = transform.mean.as_ref().map(|mean| centred(backend, k, mean)).transpose()?;
+        let k = backend.transform_heads(centred.as_ref().unwrap_or(k), &transform.key, shape.head_dim)?;
         backend.attention(&q, &k, v, shape)
+    }
+}
+
+/// `k - mean` of every row.
+fn centred<B: Windowed>(backend: &B, k: &B::Tensor, mean: &[f32]) -> Result<B::Tensor> {
+    let mut data = backend.to_host(k)?;
+    data.chunks_exact_mut(mean.len()).for_each(|row| row.iter_mut().zip(mean).for_each(|(x, m)| *x -= m));
+    backend.to_device(backend.n_rows(k), data)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{Cpu, Rows};
+
+    /// Softmax does not see a mean that is taken from every key; a cap on its arguments does.
+    #[test]
+    fn a_mean_key_is_subtracted_and_does_not_change_what_softmax_makes_of_it() {
+        let value = |i: usize| ((i * 7919 + 13) % 97) as f32 / 97.0 - 0.5;
+        let rows = |width: usize, from: usize| Rows {
+            n_rows: 9,
+            width,
+            data: (0..9 * width).map(|i| value(i + from)).collect(),
+        };
+        let (q, k, v) = (rows(8, 0), rows(4, 500), rows(4, 900));
+        let identity = || [1.0, 0.0, 0.0, 1.0].repeat(2);
+        let (key, query, mean) = (identity(), identity(), Some(vec![3.0, -2.0, 0.5, 4.0]));
+        let transformed = TransformedKeys { layers: BTreeMap::from([(0, transform(key, query, mean))]) };
+        let largest = |softcap| {
+            let shape = AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 2, window: None, scale: 1.0, softcap };
+            let place = Place { layer: 0, sequence: 0 };
+            let attend = |product: &dyn AttentionProduct<Cpu>| {
+                product.attend(&Cpu, place, [&q, &k, &v], &shape).expect("the CPU does not fail").data
+            };
+            let (plain, centred) = (attend(&Exact), attend(&transformed));
+            plain.iter().zip(&centred).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+        };
+        // Scores of a few units, in f32.
+        assert!(largest(None) <= 1e-5 && largest(Some(1.0)) > 1e-2);
+    }
+
+    fn transform(key: Vec<f32>, query: Vec<f32>, mean: Option<Vec<f32>>) -> Transform<Cpu> {
+        let matrices = |data: Vec<f32>| Cpu.head_matrices(2, 2, &data).expect("the CPU does not fail");
+        Transform { key: matrices(key), query: matrices(query), mean }
     }
 }

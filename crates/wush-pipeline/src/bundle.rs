@@ -220,7 +220,7 @@ fn sorted(mut files: Vec<FileEntry>) -> Vec<FileEntry> {
 }
 
 fn report(plan: &FoldPlan, manifest: Manifest, out: WrittenDir) -> ConvertReport {
-    let notes = notes::of_bundle(plan, manifest.calibration.as_ref(), &manifest.fold);
+    let notes = notes::of_bundle(plan, &manifest);
     ConvertReport {
         verdict: if manifest.status == Status::Complete { Verdict::Ok } else { Verdict::Failed },
         model: ModelInfo::new(&plan.model, manifest.source.model_hash),

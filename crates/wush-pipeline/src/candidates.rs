@@ -8,7 +8,7 @@ use wush_format::bundle::{
     FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
 };
 use wush_format::hash::{Sha, hash_file};
-use wush_format::manifest::{Calibration, Manifest, Sensitivity};
+use wush_format::manifest::{Calibration, Manifest, Sensitivity, Solve};
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_quant::{Codec, Feedback, LayerBits, Method, Role, ScaleDtype};
 use wush_runtime::KeyTransforms;
@@ -24,7 +24,7 @@ use crate::plan::{
 };
 use crate::request::{Environment, Gather, SolveSettings, StatisticsSource, TransformsRequest};
 use crate::sensitivity::measure;
-use crate::solve::{solve_statistics, solve_without_statistics};
+use crate::solve::{rehearse, solve_statistics, solve_without_statistics};
 use crate::{PipelineError, Result};
 
 /// Name of a bundle's own transforms.
@@ -74,6 +74,7 @@ impl Comparison {
         let default = || DEFAULT_EVAL_TRANSFORMS.map(str::to_owned).to_vec();
         let names = request.names.clone().unwrap_or_else(default);
         let (plans, mut notes) = SolvePlan::of_list(&names, &request.settings)?;
+        plans.iter().try_for_each(|plan| rehearse(model, plan))?;
         let Some(needing) = plans.iter().find(|plan| plan.kind.needs_statistics) else {
             let given = given_statistics(&request.statistics);
             notes.extend(
@@ -160,7 +161,8 @@ impl Comparison {
                 _ => None,
             };
             let name = plan.kind.name.to_owned();
-            Ok(Candidate { name, calibration, sensitivity, source: Source::Solved(Box::new(transforms)) })
+            let solve = transforms.solve.clone();
+            Ok(Candidate { name, solve, calibration, sensitivity, source: Source::Solved(Box::new(transforms)) })
         };
         plans.iter().map(candidate).collect()
     }
@@ -168,9 +170,11 @@ impl Comparison {
 
 /// A bundle takes nothing beside itself.
 fn of_bundle(request: &TransformsRequest) -> Result<Comparison> {
-    let SolveSettings { damping, exponent, factor, center_keys, feedback, .. } = &request.settings;
+    let SolveSettings { preset, damping, seed, exponent, factor, center_keys, feedback, .. } = &request.settings;
     let options = [
         ("--transform", request.names.is_some()),
+        ("--preset", preset.is_some()),
+        ("--seed", seed.is_some()),
         ("--damping", damping.is_some()),
         ("--exponent", exponent.is_some()),
         ("--factor", factor.is_some()),
@@ -213,6 +217,8 @@ fn read(path: &Path, expected: Sha) -> Result<(Statistics, Option<Sha>)> {
 pub(crate) struct Candidate {
     /// In the registry; "bundle" for a bundle's own.
     pub(crate) name: String,
+    /// How it was made.
+    pub(crate) solve: Solve,
     /// What its statistics are over; none where it needed none.
     pub(crate) calibration: Option<Calibration>,
     /// What bits are allotted by; none where nothing was measured.
@@ -342,7 +348,7 @@ fn narrow(data: &[f64]) -> Vec<f32> {
 /// A bundle's own key transforms, mean keys and feedback.
 fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     let folder = model.dir().join(WUSH_DIR);
-    let Manifest { calibration, sensitivity, .. } = model.bundle_manifest()?;
+    let Manifest { solve, calibration, sensitivity, .. } = model.bundle_manifest()?;
     let keys = KeySidecar::load(&folder.join(KEY_TRANSFORMS))?;
     // As a server takes them: only if query is key^{-T}.
     KeyTransforms::from_sidecar(&folder.join(KEY_TRANSFORMS), &keys).map_err(wush_generate::GenerateError::from)?;
@@ -354,5 +360,5 @@ fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
     };
     belongs(KEY_TRANSFORMS, keys.model_hash)?;
     values.iter().try_for_each(|values| belongs(VALUE_FEEDBACK, values.model_hash))?;
-    Ok(Candidate { name: OWN.to_owned(), calibration, sensitivity, source: Source::Bundle { keys, values } })
+    Ok(Candidate { name: OWN.to_owned(), solve, calibration, sensitivity, source: Source::Bundle { keys, values } })
 }

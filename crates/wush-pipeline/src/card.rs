@@ -75,8 +75,9 @@ fn write_serving(card: &mut String, manifest: &Manifest, notes: &[String]) -> st
     }
     if manifest.solve.feedback {
         card.write_str(
-            "- An encoder with error feedback finds its matrices in `layers.{i}.key_feedback` and in \
-             `value_feedback.safetensors`; the cache is read as ever.\n",
+            "- **Needs an encoder with error feedback**, such as wush's own: its matrices are `layers.{i}.key_feedback` and those in \
+             `value_feedback.safetensors`; the cache is read as ever. A server whose encoder has none loses more with these transforms \
+             than with those of `--preset paper`.\n",
         )?;
     }
     notes.iter().try_for_each(|note| writeln!(card, "- **Must be set:** {note}."))?;

@@ -378,7 +378,7 @@ impl PipelineError {
             Self::LongPrompt { .. } => {
                 own("pass a shorter prompt, or another --rope-scaling, such as yarn:4, if the model is made for it")
             }
-            Self::NoChatTemplate { .. } => own("pass --chat never to continue the prompt as it is"),
+            Self::NoChatTemplate { .. } => own("pass --chat never, without --system, to continue the prompt as it is"),
             Self::Quant(e) => e.hint().map(str::to_owned),
             Self::Solve { source, .. } => source.hint(),
             Self::NotGathered { option, .. } => {

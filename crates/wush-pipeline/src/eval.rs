@@ -43,6 +43,7 @@ pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalP
         seq_len: evaluation.seq_len as u64,
         protocol: request.protocol,
         scale_dtype: request.eval.scales.to_string(),
+        solves: evaluation.solves(),
         calibration: evaluation.calibration(),
         rows,
         notes: evaluation.notes.clone(),
@@ -126,10 +127,14 @@ fn describe(row: &PerplexityRow) -> String {
 /// Where most of a window, or all of it, stays in full precision.
 fn little_quantized(protocol: Protocol, seq_len: usize) -> Option<String> {
     let quantized = protocol.chunks(seq_len).last().map_or(0, |chunk| chunk.quantized.len());
-    let Protocol { sink, keep, .. } = protocol;
+    let Protocol { chunk, sink, keep, flush } = protocol;
     match quantized {
-        0 => Some(format!(
+        0 if sink.saturating_add(keep) >= seq_len => Some(format!(
             "nothing was quantized: the first {sink} and the newest {keep} tokens stay exact, which is all of a window of {seq_len}"
+        )),
+        0 => Some(format!(
+            "nothing was quantized: in a window of {seq_len} tokens, {chunk} a step, no {flush} are older than the newest {keep} before the \
+             last step"
         )),
         _ if 2 * quantized < seq_len => Some(format!(
             "at the end of a window of {seq_len} tokens {quantized} are quantized: longer windows (--seq-len) show what a long \

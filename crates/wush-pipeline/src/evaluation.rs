@@ -1,17 +1,19 @@
 //! What every evaluation begins with: the model, the text, what is compared, and what the reader of the numbers should know.
 
+use std::collections::BTreeMap;
+
 use wush_data::Packed;
 use wush_eval::Protocol;
 use wush_eval::cache::QuantizedCache;
 use wush_format::hash::Sha;
-use wush_format::manifest::Calibration;
+use wush_format::manifest::{Calibration, Solve};
 use wush_model::backend::Backend;
 use wush_quant::{LayerBits, Method, ScaleDtype};
 
 use crate::candidates::{Candidate, Comparison};
 use crate::device::Runs;
 use crate::model::Model;
-use crate::notes::too_little_text;
+use crate::notes::{of_use, too_little_text};
 use crate::paths::require_page;
 use crate::plan::{
     Purpose, describe_device, describe_evaluation_time, describe_model, each_once, load_sequences, longest,
@@ -75,7 +77,7 @@ impl Evaluation {
         let model_hash = model.hash_weights()?;
         let allots = request.bits.iter().any(|bits| matches!(bits, CodeBits::Auto(_)));
         let candidates = comparison.candidates(&model, model_hash, allots, env)?;
-        let notes = comparison.notes().iter().cloned().chain(notes(&model, &candidates, seq_len)).collect();
+        let notes = comparison.notes().iter().cloned().chain(notes(&model, &candidates, seq_len)?).collect();
         Ok(Self { model, model_hash, text, seq_len, notes, candidates })
     }
 
@@ -130,6 +132,11 @@ impl Evaluation {
         Ok(Cell { candidate, quantizer, scales, bits, average_bits, is_allotted })
     }
 
+    /// How each transform was made, by its name in the rows.
+    pub(crate) fn solves(&self) -> BTreeMap<String, Solve> {
+        self.candidates.iter().map(|candidate| (candidate.name.clone(), candidate.solve.clone())).collect()
+    }
+
     /// What the transforms were calibrated on; none where none needed it.
     pub(crate) fn calibration(&self) -> Option<Calibration> {
         self.candidates.iter().find_map(|candidate| candidate.calibration.clone())
@@ -169,15 +176,13 @@ fn unmeasured(candidate: &Candidate) -> PipelineError {
 }
 
 /// What the reader of the numbers should know.
-fn notes(model: &Model, candidates: &[Candidate], seq_len: usize) -> Vec<String> {
-    let lengths = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.max_seq_len);
-    let short = lengths.min().filter(|&calibrated| calibrated < seq_len as u64).map(|calibrated| {
-        format!(
-            "calibrated on sequences of {calibrated} tokens, evaluated on {seq_len}: keys beyond position {calibrated} have \
-             statistics that calibration never saw"
-        )
-    });
-    let tokens = candidates.iter().filter_map(|candidate| candidate.calibration.as_ref()).map(|c| c.tokens).min();
-    let few = tokens.and_then(|tokens| too_little_text(tokens, model.head_dim()));
-    short.into_iter().chain(few).collect()
+///
+/// # Errors
+/// As [`of_use`], and what is wrong with a bundle's manifest.
+fn notes(model: &Model, candidates: &[Candidate], seq_len: usize) -> Result<Vec<String>> {
+    let manifest = model.checkpoint.is_bundle().then(|| model.bundle_manifest()).transpose()?;
+    // All that needed text were made from the same.
+    let calibration = candidates.iter().find_map(|candidate| candidate.calibration.as_ref());
+    let few = calibration.and_then(|calibration| too_little_text(calibration.tokens, model.head_dim()));
+    Ok(of_use(model, manifest.as_ref(), calibration, seq_len)?.into_iter().chain(few).collect())
 }

@@ -12,7 +12,7 @@ use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
 use wush_format::bundle::{KEY_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::Sha;
-use wush_format::manifest::{Manifest, Status};
+use wush_format::manifest::Manifest;
 use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
@@ -24,6 +24,7 @@ use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
 use crate::human::{counted, human_bytes};
 use crate::model::Model;
+use crate::notes::of_use;
 use crate::report::{AllottedBits, CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
 use crate::request::{CodeBits, Environment, GenerateRequest, KvBits, WindowOptions};
 use crate::sensitivity::{allotted, average_bits, uniform};
@@ -120,12 +121,12 @@ impl<'a> Plan<'a> {
         let memory = GenerateMemory::new(model, &config, n_tokens, request.chunk)?;
         let mut plan =
             Self { model, tokenizer, prompt, max_new, asked, settings, config, sampler, memory, notes: Vec::new() };
-        plan.notes = plan.notes(manifest.as_ref(), request.max_new_tokens, n_tokens);
+        plan.notes = plan.notes(manifest.as_ref(), request.max_new_tokens, n_tokens)?;
         Ok(plan)
     }
 
     /// What the reader of the text should know.
-    fn notes(&self, manifest: Option<&Manifest>, asked: usize, n_tokens: usize) -> Vec<String> {
+    fn notes(&self, manifest: Option<&Manifest>, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         if self.prompt.chat {
             notes.push("the prompt goes through the chat template; --chat never continues it as it is".to_owned());
@@ -138,7 +139,9 @@ impl<'a> Plan<'a> {
             ));
         }
         if let Some(manifest) = manifest {
-            notes.extend(bundle_notes(manifest, &self.settings, n_tokens));
+            // Of what is quantized only the transforms tell.
+            let calibration = manifest.calibration.as_ref().filter(|_| self.settings.quantizes());
+            notes.extend(of_use(self.model, Some(manifest), calibration, n_tokens)?);
         } else if self.settings.quantizes() {
             notes.push(format!(
                 "a plain checkpoint has no key and value transforms: its cache is quantized to {} bits as it is. `wush convert` \
@@ -146,7 +149,7 @@ impl<'a> Plan<'a> {
                 self.asked
             ));
         }
-        notes
+        Ok(notes)
     }
 
     /// An empty cache with what a bundle has for it; nothing of it where nothing is quantized. Hashes are held against those of
@@ -267,9 +270,11 @@ fn bits_of(model: &Model, manifest: Option<&Manifest>, asked: KvBits) -> Result<
         }
         (KvBits::Codes(CodeBits::Auto(_)), None) => Err(PipelineError::Option {
             option: "--kv-bits",
-            expected: "auto:AVERAGE with a bundle that `wush convert` measured (not with --verify-sequences 0)"
-                .to_owned(),
-            found: "nothing to allot bits by".to_owned(),
+            expected:
+                "a number of bits, or a bundle for auto: `wush convert` measures what bits are allotted by (not with \
+                       --verify-sequences 0)"
+                    .to_owned(),
+            found: "auto for a model of which nothing is measured".to_owned(),
         }),
     }
 }
@@ -309,22 +314,6 @@ fn check_unquantized(request: &GenerateRequest, settings: &CacheSettings) -> Res
         }
         _ => Ok(()),
     }
-}
-
-/// What a bundle's manifest says of its use here.
-fn bundle_notes(manifest: &Manifest, settings: &CacheSettings, n_tokens: usize) -> Vec<String> {
-    let mut notes = Vec::new();
-    if manifest.status == Status::Failed {
-        notes.push("the bundle's equivalence check had failed: it does not compute what its source does".to_owned());
-    }
-    let calibrated = manifest.calibration.as_ref().map(|calibration| calibration.max_seq_len);
-    if let Some(calibrated) = calibrated.filter(|&calibrated| settings.quantizes() && calibrated < n_tokens as u64) {
-        notes.push(format!(
-            "calibrated on sequences of {calibrated} tokens, this one may reach {n_tokens}: keys beyond position {calibrated} \
-             have statistics that calibration never saw"
-        ));
-    }
-    notes
 }
 
 impl GenerateMemory {

@@ -4,9 +4,11 @@
 use serde_json::Value;
 use wush_fold::FoldDtype;
 use wush_format::equivalence::unit_roundoff;
-use wush_format::manifest::{Calibration, FoldReport, Solve};
+use wush_format::hash::hash_file;
+use wush_format::manifest::{Calibration, FoldReport, Manifest, Solve, Status};
 use wush_format::tensor_file::Dtype;
 
+use crate::Result;
 use crate::human::counted;
 use crate::model::Model;
 use crate::plan::{FoldPlan, Unchecked, VerifyPlan};
@@ -37,14 +39,20 @@ pub(crate) fn too_little_text(tokens: u64, head_dim: usize) -> Option<String> {
 }
 
 /// What a bundle's user must know.
-pub(crate) fn of_bundle(plan: &FoldPlan, calibration: Option<&Calibration>, fold: &FoldReport) -> Vec<String> {
-    let model = &plan.model;
+pub(crate) fn of_bundle(plan: &FoldPlan, manifest: &Manifest) -> Vec<String> {
+    let Manifest { calibration, fold, solve, .. } = manifest;
+    let (model, calibration) = (&plan.model, calibration.as_ref());
+    let encoder = solve.feedback.then(|| {
+        "the transforms are made for an encoder with error feedback, as wush's own is; for a server without one convert with \
+         --preset paper"
+            .to_owned()
+    });
     let text = calibration.and_then(|calibration| too_little_text(calibration.tokens, model.head_dim()));
     let unchecked = plan.verify.as_ref().err().map(|&reason| unchecked(reason));
     let lossy = lossy_fold(fold, folded_dtype(&model.checkpoint, &model.spec, plan.dtype));
     let left_out = left_out(&model.checkpoint.other_weights().unwrap_or_default());
     let fewer = plan.verify.as_ref().ok().and_then(fewer_checked);
-    [text, unchecked, fewer, lossy, left_out]
+    [encoder, text, unchecked, fewer, lossy, left_out]
         .into_iter()
         .flatten()
         .chain(serving(model, plan.dtype, calibration))
@@ -63,7 +71,9 @@ pub(crate) fn unchecked(reason: Unchecked) -> String {
 /// An equivalence check on fewer sequences than were asked for.
 fn fewer_checked(plan: &VerifyPlan) -> Option<String> {
     let (n, asked) = (plan.sequences.len(), plan.asked);
-    (n < asked).then(|| format!("equivalence was checked on {}: there are no {asked}", counted(n as u64, "sequence")))
+    (n < asked).then(|| {
+        format!("equivalence was checked on {}, all that there are, and not on {asked}", counted(n as u64, "sequence"))
+    })
 }
 
 /// What to do after a failed equivalence check.
@@ -123,6 +133,60 @@ fn wide_dtype(config: &Value, dtype: FoldDtype) -> Option<String> {
             "the folded tensors are f32, but config.json says dtype {named} and loaders follow it: tell the server float32 \
              (vLLM: --dtype float32; transformers: dtype=\"float32\"), or they are narrowed again"
         )
+    })
+}
+
+/// What the user of a bundle or of transforms must know before it is run: that it failed its check, that files beside the weights are
+/// not those that were written, that it runs under another RoPE scaling than it was calibrated under, or over longer sequences.
+///
+/// # Errors
+/// `Io`.
+pub(crate) fn of_use(
+    model: &Model,
+    manifest: Option<&Manifest>,
+    calibration: Option<&Calibration>,
+    n_tokens: usize,
+) -> Result<Vec<String>> {
+    let failed = manifest
+        .is_some_and(|manifest| manifest.status == Status::Failed)
+        .then(|| "the bundle's equivalence check had failed: it does not compute what its source does".to_owned());
+    let changed = manifest.map(|manifest| changed_files(model, manifest)).transpose()?.unwrap_or_default();
+    let scaling = calibration.and_then(|calibration| other_scaling(model, calibration));
+    let short = calibration.filter(|calibration| calibration.max_seq_len < n_tokens as u64).map(|calibration| {
+        let calibrated = calibration.max_seq_len;
+        format!(
+            "calibrated on sequences of {calibrated} tokens, this run may reach {n_tokens}: keys beyond position {calibrated} have \
+             statistics that calibration never saw"
+        )
+    });
+    Ok(failed.into_iter().chain(changed).chain(scaling).chain(short).collect())
+}
+
+/// Files that decide what a model computes or reads, beside the weights and the sidecars, which are held to their hashes.
+const SETTINGS_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
+
+/// Such files of a bundle that are not as they were written.
+fn changed_files(model: &Model, manifest: &Manifest) -> Result<Vec<String>> {
+    let mut notes = Vec::new();
+    for file in manifest.files.iter().filter(|file| SETTINGS_FILES.contains(&file.path.as_str())) {
+        if hash_file(&model.dir().join(&file.path))?.0 != file.sha256 {
+            notes.push(format!(
+                "{} is not the file that the bundle was written with: the transforms were made for what it said then",
+                file.path
+            ));
+        }
+    }
+    Ok(notes)
+}
+
+/// The RoPE scaling of this run is not that of the calibration. A configuration that was given the calibration's is as good.
+fn other_scaling(model: &Model, calibration: &Calibration) -> Option<String> {
+    let stated = configured(model.checkpoint.config(), "rope_scaling").is_some();
+    let name = |scaling: Option<String>| scaling.unwrap_or_else(|| "the configuration's own".to_owned());
+    let (then, now) = (calibration.rope_scaling.clone(), model.rope_scaling.map(|scaling| scaling.to_string()));
+    let differs = then != now && !(now.is_none() && stated);
+    differs.then(|| {
+        format!("calibrated under RoPE scaling {}, run under {}: keys have other statistics", name(then), name(now))
     })
 }
 

@@ -47,6 +47,8 @@ pub const DEFAULT_EVAL_SEQ_LEN: usize = 2048;
 pub const DEFAULT_EVAL_TRANSFORMS: [&str; 3] = ["identity", "hadamard", "wush"];
 /// Damping γ of Eq. 1: the paper's.
 pub const DEFAULT_DAMPING: f64 = 0.01;
+/// Seed of random matrices.
+const DEFAULT_SEED: u64 = 0;
 /// The method.
 pub const DEFAULT_TRANSFORM: &str = "wush";
 /// Sequences that the equivalence check reads.
@@ -125,16 +127,17 @@ impl SolvePlan {
     pub fn new(settings: &SolveSettings) -> Result<Self> {
         let kind = find_transform(&settings.transform)?;
         options::check(kind, settings)?;
-        let preset = PresetValues::of(settings.preset, kind);
+        let named = settings.preset.unwrap_or_default();
+        let preset = PresetValues::of(named, kind);
         Ok(Self {
             kind,
-            preset: settings.preset,
+            preset: named,
             damping: number("--damping", settings.damping.unwrap_or(DEFAULT_DAMPING), MAX_DAMPING)?,
             exponent: number("--exponent", settings.exponent.unwrap_or(preset.exponent), MAX_EXPONENT)?,
             factor: settings.factor.as_deref().map_or(Ok(preset.factor), find_factor)?,
             center_keys: settings.center_keys.unwrap_or(preset.center_keys),
             feedback: settings.feedback.unwrap_or(preset.feedback),
-            seed: settings.seed,
+            seed: settings.seed.unwrap_or(DEFAULT_SEED),
         })
     }
 

@@ -1,5 +1,6 @@
 //! Errors inside each attention module, over lists of transforms, quantizers and bits.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use wush_eval::Protocol;
@@ -25,15 +26,18 @@ pub fn eval_recon(request: &EvalRequest, env: &Environment<'_>) -> Result<EvalRe
     let evaluation = Evaluation::begin(request, Runs::OnCpu, env)?;
     evaluation.tell_notes(env);
     let rows = rows(&evaluation, &evaluation.cells(request)?, env)?;
+    let without_error = without_error(&rows);
+    without_error.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     Ok(EvalReconReport {
         model: ModelInfo::new(&evaluation.model, evaluation.model_hash),
         text: evaluation.text.source.clone(),
         sequences: evaluation.text.sequences.len() as u64,
         seq_len: evaluation.seq_len as u64,
         scale_dtype: request.scales.to_string(),
+        solves: evaluation.solves(),
         calibration: evaluation.calibration(),
         rows,
-        notes: evaluation.notes.clone(),
+        notes: evaluation.notes.iter().cloned().chain(without_error).collect(),
         seconds: clock.elapsed().as_secs_f64(),
     })
 }
@@ -54,7 +58,8 @@ fn rows(evaluation: &Evaluation, cells: &[Cell<'_>], env: &Environment<'_>) -> R
 
 fn row(cell: &Cell<'_>, modules: &[ModuleErrors]) -> ReconRow {
     let layers: Vec<ModuleRow> = modules.iter().enumerate().map(|(layer, errors)| module_row(layer, errors)).collect();
-    let mean = |of: fn(&ModuleRow) -> f64| geometric_mean(layers.iter().map(of)).unwrap_or(0.0);
+    // Modules without an error (of a projection that is zero) would make every mean 0.
+    let mean = |of: fn(&ModuleRow) -> f64| geometric_mean(layers.iter().map(of).filter(|&x| x > 0.0)).unwrap_or(0.0);
     ReconRow {
         transform: cell.candidate.name.clone(),
         quantizer: cell.quantizer.to_string(),
@@ -67,6 +72,20 @@ fn row(cell: &Cell<'_>, modules: &[ModuleErrors]) -> ReconRow {
         both: mean(|row| row.both),
         layers,
     }
+}
+
+/// Modules whose errors are zero wherever the means are taken: they are left out of those.
+fn without_error(rows: &[ReconRow]) -> Option<String> {
+    let is_zero = |row: &ModuleRow| [row.products, row.probabilities, row.keys, row.values, row.both].contains(&0.0);
+    let layers: BTreeSet<u64> =
+        rows.iter().flat_map(|row| &row.layers).filter(|row| is_zero(row)).map(|row| row.layer).collect();
+    let list: Vec<String> = layers.iter().map(u64::to_string).collect();
+    (!list.is_empty()).then(|| {
+        format!(
+            "an error of layer {} is zero (a projection that is zero, or a cache that loses nothing): where it is, the layer is not in the mean",
+            list.join(", ")
+        )
+    })
 }
 
 fn module_row(layer: usize, errors: &ModuleErrors) -> ModuleRow {

@@ -1,6 +1,7 @@
 //! What each stage reports: the stable keys of `--format json`, with schemas made from these types. Times are in seconds and the
 //! only values that differ between two runs on the same input.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -301,6 +302,8 @@ pub struct EvalPplReport {
     pub protocol: Protocol,
     /// How scales and zero points were stored.
     pub scale_dtype: String,
+    /// How each transform was made, by its name in the rows.
+    pub solves: BTreeMap<String, Solve>,
     /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
     pub calibration: Option<Calibration>,
     /// Unquantized first, then transform by transform, quantizer by quantizer, bits by bits.
@@ -325,6 +328,8 @@ pub struct EvalReconReport {
     pub seq_len: u64,
     /// How scales and zero points were stored.
     pub scale_dtype: String,
+    /// How each transform was made, by its name in the rows.
+    pub solves: BTreeMap<String, Solve>,
     /// What the transforms were calibrated on, a bundle's own included; none where no transform needed it.
     pub calibration: Option<Calibration>,
     /// Transform by transform, quantizer by quantizer, bits by bits.
@@ -468,6 +473,18 @@ pub enum StopReason {
     Positions,
     /// Whoever read it stopped reading.
     Reader,
+}
+
+impl StopReason {
+    /// In words.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::EndOfText => "the model ended the text",
+            Self::MaxNewTokens => "as many tokens as were asked for",
+            Self::Positions => "the model has no more positions",
+            Self::Reader => "nobody reads on",
+        }
+    }
 }
 
 /// Tokens and their time.

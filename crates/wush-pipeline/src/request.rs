@@ -296,12 +296,12 @@ pub struct CalibrationRequest {
 pub struct SolveSettings {
     /// `--transform`, a name of the registry.
     pub transform: String,
-    /// `--preset`.
-    pub preset: Preset,
+    /// `--preset`, where it was given.
+    pub preset: Option<Preset>,
     /// `--damping`, γ of Eq. 1, instead of the paper's.
     pub damping: Option<f64>,
-    /// `--seed` of random matrices.
-    pub seed: u64,
+    /// `--seed` of random matrices, where it was given.
+    pub seed: Option<u64>,
     /// `--exponent`, instead of the preset's.
     pub exponent: Option<f64>,
     /// `--factor`, a name of the registry, instead of the preset's.
@@ -313,13 +313,13 @@ pub struct SolveSettings {
 }
 
 impl SolveSettings {
-    /// A transform as a preset has it, with seed 0.
+    /// A transform as a preset has it.
     pub fn of_preset(transform: &str, preset: Preset) -> Self {
         Self {
             transform: transform.to_owned(),
-            preset,
+            preset: Some(preset),
             damping: None,
-            seed: 0,
+            seed: None,
             exponent: None,
             factor: None,
             center_keys: None,

@@ -68,7 +68,7 @@ pub(crate) fn solve_statistics(
     plan: &SolvePlan,
     monitor: &dyn Monitor,
 ) -> Result<Transforms> {
-    check_centering(&statistics.info, plan)?;
+    check_centering(statistics.info.shift_invariant, &statistics.info.family, plan)?;
     check_gathered(&statistics.info, plan)?;
     let heads = statistics.layers.iter().flat_map(|(&layer, stats)| {
         let shape = HeadShape { n_kv_heads: stats.n_kv_heads(), head_dim: stats.head_dim() };
@@ -101,11 +101,12 @@ pub(crate) fn solve_without_statistics(
 }
 
 /// Solves one head of each dimension in `model` as if its statistics were the identity: a transform that does not exist at
-/// that dimension fails here and not after calibration.
+/// that dimension, or would not be exact in this family, fails here and not after calibration.
 ///
 /// # Errors
-/// `Solve` naming the first layer of that dimension.
+/// `Solve` naming the first layer of that dimension; `NotShiftInvariant`.
 pub(crate) fn rehearse(model: &Model, plan: &SolvePlan) -> Result<()> {
+    check_centering(model.spec.is_shift_invariant(), model.spec.family, plan)?;
     let mut known = BTreeSet::new();
     for layer in 0..model.spec.layers.len() {
         let dim = model.head_shape(layer).head_dim;
@@ -257,9 +258,9 @@ fn centers(stats: &LayerStats, info: &StatsInfo, head: usize, plan: &SolvePlan) 
 }
 
 /// Centring must be exact.
-fn check_centering(info: &StatsInfo, plan: &SolvePlan) -> Result<()> {
-    if plan.center_keys == CenterKeys::Always && !info.shift_invariant {
-        return Err(PipelineError::NotShiftInvariant { family: info.family.clone() });
+fn check_centering(is_shift_invariant: bool, family: &str, plan: &SolvePlan) -> Result<()> {
+    if plan.center_keys == CenterKeys::Always && !is_shift_invariant {
+        return Err(PipelineError::NotShiftInvariant { family: family.to_owned() });
     }
     Ok(())
 }

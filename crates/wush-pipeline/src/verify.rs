@@ -15,8 +15,7 @@ use wush_format::manifest::Equivalence;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::Dtype;
 use wush_model::ModelError;
-use wush_model::attention::{Exact, TransformedKeys};
-use wush_model::backend::Backend;
+use wush_model::attention::{Exact, TransformedKeys, Windowed};
 use wush_model::backend::log_sum_exp;
 use wush_model::decoder::Decoder;
 use wush_model::spec::ModelSpec;
@@ -54,7 +53,7 @@ pub struct Side<'a> {
 ///
 /// # Errors
 /// Whatever the forward pass refuses; `Interrupted`.
-pub fn verify<B: Backend>(
+pub fn verify<B: Windowed>(
     backend: &B,
     source: Side<'_>,
     bundle: Side<'_>,

@@ -124,7 +124,8 @@ impl Decoder {
 
     /// An empty cache of this model, with the windows of the paper's perplexity study.
     fn cache(&self, bits: u8) -> Result<KvCache> {
-        let method: Method = "oscar".parse()?;
+        // A bundle has error feedback or not, and each has its quantizer.
+        let method = Method::for_encoder(self.dir.join("wush/value_feedback.safetensors").exists());
         let stored = |role| Precision::new(bits, &method, role, ScaleDtype::Bf16);
         let layer = LayerConfig::new(
             size(&self.config, "num_attention_heads")?,

@@ -34,10 +34,18 @@ impl BatchCache {
     /// # Errors
     /// `Config`; `NoLayer`, `OtherHeads` for transforms of another model.
     pub fn new(config: CacheConfig, transforms: Option<KeyTransforms>, batch: usize) -> Result<Self> {
+        Self::over(KvCache::new(config)?, transforms, batch)
+    }
+
+    /// The same over a cache that was made before: one that has a bundle's error feedback
+    /// ([`KvCache::set_feedback_of_bundle`]), or was loaded. Its own sequences stay in it, apart.
+    ///
+    /// # Errors
+    /// `NoLayer`, `OtherHeads` for transforms of another model.
+    pub fn over(mut cache: KvCache, transforms: Option<KeyTransforms>, batch: usize) -> Result<Self> {
         if let Some(transforms) = &transforms {
-            transforms.check(&config)?;
+            transforms.check(cache.config())?;
         }
-        let mut cache = KvCache::new(config)?;
         let sequences = (0..batch).map(|_| cache.add()).collect();
         Ok(Self { cache, transforms, sequences })
     }

@@ -29,6 +29,18 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # With a bundle
+//!
+//! `wush/key_transforms.safetensors` is for [`KeyTransforms::load`]: `T_K (k − μ)` before [`KvCache::step`], `T_K^{-T} q` beside it. A bundle
+//! of the default preset is made for an encoder with error feedback: [`KvCache::set_feedback_of_bundle`] gives the cache its
+//! matrices and says whether there are any, and [`Method::for_encoder`](wush_quant::Method::for_encoder) names the quantizer that suits the
+//! answer. Without them such a bundle loses more than one of `--preset paper`. `examples/decoder.rs` does all of it.
+//!
+//! # Features
+//!
+//! `parallel` spreads batches over rayon's threads (without it one thread does everything); `candle` has the cache for models that are
+//! written with candle. Both are off by default.
+//!
 //! # Where things are
 //!
 //! `windows` says which tokens are quantized when, `layer` moves them, `attention` reads them, `cache` does it for batches.

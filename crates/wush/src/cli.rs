@@ -24,7 +24,7 @@ pub use generate::GenerateArgs;
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
 pub const EXIT_CODES: &str =
-    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C or SIGTERM.";
+    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C, SIGTERM or SIGHUP.";
 
 /// Data-adaptive transforms that make 2-bit KV caches work.
 #[derive(Debug, Parser)]
@@ -162,15 +162,15 @@ pub struct SolveSettingsArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Transform")]
 pub struct SolveOptionsArgs {
-    /// default: what measurements favour; paper: the method exactly as published
-    #[arg(long, default_value_t = Preset::Default)]
-    pub preset: Preset,
+    /// default: what measurements favour; paper: the method exactly as published [default: default]
+    #[arg(long)]
+    pub preset: Option<Preset>,
     /// Damping γ of Eq. 1, of a transform with statistics [default: 0.01]
     #[arg(long, value_name = "GAMMA", allow_hyphen_values = true, value_parser = number)]
     pub damping: Option<f64>,
-    /// Seed of random matrices
-    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
-    pub seed: u64,
+    /// Seed of random matrices [default: 0]
+    #[arg(long, allow_negative_numbers = true, value_parser = seed)]
+    pub seed: Option<u64>,
     /// Exponent p of Λ in wush and wush-a, 0 to 0.5 [default: the preset's: 0.4; 0.25 in paper]
     #[arg(long, value_name = "P", allow_hyphen_values = true, value_parser = number)]
     pub exponent: Option<f64>,

@@ -14,13 +14,13 @@ pub fn requested() -> bool {
     REQUESTED.load(Ordering::Relaxed)
 }
 
-/// Takes the signals over.
+/// Takes the signals over, but for those that whoever started the process has it ignore (`nohup`, a script's background job).
 ///
 /// # Errors
 /// When the system refuses the handler.
 pub fn install() -> anyhow::Result<()> {
     outlive_size_limits()?;
-    Ok(ctrlc::set_handler(|| {
+    on_signal(|| {
         if REQUESTED.swap(true, Ordering::Relaxed) {
             std::process::exit(i32::from(EXIT_INTERRUPTED));
         }
@@ -29,7 +29,32 @@ pub fn install() -> anyhow::Result<()> {
         let start = if stderr.is_terminal() { "\n" } else { "" };
         // A closed stderr must not turn a clean stop into a panic.
         let _ = writeln!(stderr, "{start}stopping at the next safe point (Ctrl-C again: at once)");
-    })?)
+    })
+}
+
+/// Calls `told` on a thread of its own whenever a signal asks the process to end.
+#[cfg(unix)]
+fn on_signal(mut told: impl FnMut() + Send + 'static) -> anyhow::Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let ignored = ignored_signals();
+    let taken = [SIGHUP, SIGINT, SIGTERM].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
+    let mut signals = signal_hook::iterator::Signals::new(taken)?;
+    let wait = move || signals.forever().for_each(|_| told());
+    std::thread::Builder::new().name("signals".to_owned()).spawn(wait)?;
+    Ok(())
+}
+
+#[cfg(not(unix))]
+fn on_signal(told: impl FnMut() + Send + 'static) -> anyhow::Result<()> {
+    Ok(ctrlc::set_handler(told)?)
+}
+
+/// Signals that the process was started to ignore, signal n as bit n - 1; none where the system does not tell (Linux does).
+#[cfg(unix)]
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// A write beyond a limit on file sizes (`ulimit -f`) sends SIGXFSZ, which ends a process that does nothing about it. With any

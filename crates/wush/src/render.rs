@@ -1,5 +1,6 @@
 //! Reports as text for people: a few lines, one table, and the next command to run.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -131,8 +132,10 @@ impl Report for EvalPplReport {
         let windows = counted(self.sequences, "window");
         text.row("text", &format!("{}: {windows} of up to {} tokens", self.text, self.seq_len));
         let Protocol { chunk, sink, keep, flush } = self.protocol;
-        text.row("cache", &format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}"));
+        let scales = &self.scale_dtype;
+        text.row("cache", &format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}; scales in {scales}"));
         text.row("device", &self.device);
+        text.solves(&self.solves);
         text.calibration(self.calibration.as_ref());
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.notes(&self.notes);
@@ -157,6 +160,8 @@ impl Report for EvalReconReport {
         text.row("model", &format!("{} ({}, {} layers)", self.model.id, self.model.family, self.model.n_layers));
         let sequences = counted(self.sequences, "sequence");
         text.row("text", &format!("{}: {sequences} of up to {} tokens", self.text, self.seq_len));
+        text.row("cache", &format!("every token quantized; scales in {}", self.scale_dtype));
+        text.solves(&self.solves);
         text.calibration(self.calibration.as_ref());
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.notes(&self.notes);
@@ -191,7 +196,13 @@ impl Report for GenerateReport {
             let Rate { tokens, seconds, tokens_per_second } = rate;
             let _ = writeln!(text.0, "{name:<12} {tokens:>8} {seconds:>8.2} s {tokens_per_second:>10.1}");
         }
+        text.row("stopped", self.stop.reason());
         text.row("cache", &describe_cache(&self.cache));
+        if self.cache.quantizer.is_some() && self.cache.packed_bytes == 0 {
+            let CacheUse { sink, keep, .. } = self.cache;
+            let exact = format!("the first {sink} and the newest {keep} tokens stay exact, and there were no more");
+            text.row("", &format!("nothing was quantized: {exact}"));
+        }
         text.allotment("cache", self.cache.bits, &self.cache.allotment);
         text.0
     }
@@ -200,6 +211,7 @@ impl Report for GenerateReport {
 /// "keys 3 bits in layers 0, 4, 5".
 fn describe_allotment(allotment: &[AllottedBits]) -> Vec<String> {
     let mut lines = Vec::new();
+    let narrow = allotment.iter().flat_map(|a| [a.keys, a.values]).filter(|&bits| bits == 2).count();
     for bits in [3, 4] {
         for (side, of) in [("keys", (|a| a.keys) as fn(&AllottedBits) -> u8), ("values", |a| a.values)] {
             let layers: Vec<String> = allotment.iter().filter(|a| of(a) == bits).map(|a| a.layer.to_string()).collect();
@@ -207,6 +219,9 @@ fn describe_allotment(allotment: &[AllottedBits]) -> Vec<String> {
                 lines.push(format!("{side} {bits} bits in layers {}", layers.join(", ")));
             }
         }
+    }
+    if narrow > 0 {
+        lines.push(format!("2 bits in the other {narrow} of {}", 2 * allotment.len()));
     }
     lines
 }
@@ -218,8 +233,12 @@ fn describe_cache(cache: &CacheUse) -> String {
         (Some(quantizer), true) => format!("{quantizer}, transformed keys and values"),
         (Some(quantizer), false) => format!("{quantizer}, no transforms"),
     };
+    let packed = match cache.quantizer {
+        Some(_) => format!(" ({} packed, the rest windows and room for a chunk)", human_bytes(cache.packed_bytes)),
+        None => String::new(),
+    };
     format!(
-        "{} bits ({how}): {} for {}, {:.2} of BF16's {}",
+        "{} bits ({how}): {}{packed} for {}, {:.2} of BF16's {}",
         human_bits(cache.bits),
         human_bytes(cache.bytes),
         counted(cache.tokens, "token"),
@@ -359,6 +378,16 @@ impl Lines {
     }
 
     /// Which layers have more than two bits, where bits were allotted.
+    /// How each transform that has settings was made.
+    fn solves(&mut self, solves: &BTreeMap<String, Solve>) {
+        for (name, solve) in solves {
+            let how = describe_solve(solve);
+            if how != *name {
+                self.row("solve", &if solve.transform == *name { how } else { format!("{name}: {how}") });
+            }
+        }
+    }
+
     fn allotment(&mut self, of: &str, bits: f64, allotment: &[AllottedBits]) {
         for line in describe_allotment(allotment) {
             let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
