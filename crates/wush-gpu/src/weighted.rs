@@ -1,4 +1,4 @@
-//! OSCAR's second pass on the device: Σ_t w_h[t] v_t v_tᵀ with w_h[t] = k_tᵀ A_h k_t, summed in f64 and downloaded once.
+//! OSCAR's second pass on the device: `Σ_t w_h[t] v_t v_tᵀ` with `w_h[t] = k_tᵀ A_h k_t`, summed in f64 and downloaded once.
 //!
 //! Enters: A_h of every layer, keys and values of a forward pass on a [`Gpu`]. Leaves: one more Gram matrix a head; see
 //! `wush_stats::SecondPass`, whose sums these are. Products of two activations are exact in f64, so both agree but for the order of

@@ -19,7 +19,7 @@ use crate::{PipelineError, Result};
 pub struct BenchCalibrateRequest {
     /// `--device`.
     pub device: DeviceChoice,
-    /// `--shape`: a name of [`shape_names`].
+    /// `--shape`: a name of [`shape_names`](crate::bench::shape_names).
     pub shape: String,
     /// `--seq-len`.
     pub seq_len: usize,
