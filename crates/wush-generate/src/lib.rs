@@ -1,7 +1,7 @@
 //! Tokens from a decoder over the packed, windowed KV cache (Algorithm 2): greedy or sampled.
 //!
 //! Enters: a decoder whose weights stay in memory, a cache, key transforms, token ids. Leaves: logits, and the token that
-//! follows. Knows nothing of text, templates or files.
+//! follows; for one sequence ([`Session`]) or many ([`Batch`]). Knows nothing of text, templates or files.
 //!
 //! ```
 //! use wush_generate::{Sampler, Sampling};
@@ -14,12 +14,14 @@
 //! # Ok::<(), wush_generate::GenerateError>(())
 //! ```
 
+mod batch;
 mod cache;
 mod error;
 mod sample;
 mod session;
 
+pub use batch::{Batch, longest};
 pub use cache::{CacheSettings, activation_bytes, bf16_bytes, most_bytes};
 pub use error::{GenerateError, Result};
 pub use sample::{Sampler, Sampling};
-pub use session::{Session, longest};
+pub use session::Session;

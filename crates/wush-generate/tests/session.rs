@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use wush_checkpoint::Checkpoint;
 use wush_checkpoint::tokenizer::TextTokenizer;
 use wush_format::monitor::{Monitor, Quiet};
-use wush_generate::{CacheSettings, GenerateError, Sampler, Sampling, Session, bf16_bytes, longest, most_bytes};
+use wush_generate::{Batch, CacheSettings, GenerateError, Sampler, Sampling, Session, bf16_bytes, longest, most_bytes};
 use wush_model::ModelError;
 use wush_model::arch;
 use wush_model::attention::Exact;
@@ -15,7 +15,7 @@ use wush_model::decoder::Decoder;
 use wush_model::resident::Resident;
 use wush_model::spec::ModelSpec;
 use wush_quant::LayerBits;
-use wush_runtime::{KvCache, Windows};
+use wush_runtime::{KvCache, SequenceId, Windows};
 
 /// On a logit: two f32 forwards that sum in other orders, as in wush-model's tests against transformers.
 const LOGIT_ABS_TOL: f32 = 1e-4;
@@ -68,7 +68,7 @@ fn recomputed(decoder: &Decoder<'_, Cpu>, ids: &[u32]) -> Vec<f32> {
 fn sixteen_bits_are_token_for_token_the_unquantized_model() {
     let (checkpoint, spec) = open(&fixture("demo-model"));
     let decoder = Decoder::new(&checkpoint, &spec, &Cpu);
-    let resident = Resident::load(&checkpoint, &spec, &Stored, &Quiet).expect("loaded");
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
     for (start, sampling) in [(0, Sampling::GREEDY), (900, Sampling { temperature: 0.8, seed: 3, ..Sampling::GREEDY })]
     {
         let mut ids = demo_ids(start);
@@ -95,7 +95,7 @@ fn every_family_goes_on_as_if_computed_anew() {
     for folder in folders {
         let (checkpoint, spec) = open(&folder);
         let decoder = Decoder::new(&checkpoint, &spec, &Cpu);
-        let resident = Resident::load(&checkpoint, &spec, &Stored, &Quiet).expect("loaded");
+        let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
         let n_prompt = 12;
         let ids = ids(longest(&spec, n_prompt).min(40));
         let mut session = Session::new(&resident, cache(&spec, 16), None, n_prompt).expect("a session");
@@ -112,7 +112,7 @@ fn every_family_goes_on_as_if_computed_anew() {
 #[test]
 fn every_width_is_nearer_the_more_bits_it_has_and_takes_what_was_planned() {
     let (checkpoint, spec) = open(&fixture("demo-model"));
-    let resident = Resident::load(&checkpoint, &spec, &Stored, &Quiet).expect("loaded");
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
     let ids = demo_ids(0);
     let run = |bits: u8| {
         let mut session = Session::new(&resident, cache(&spec, bits), None, ids.len()).expect("a session");
@@ -139,7 +139,7 @@ fn no_session_goes_beyond_what_its_positions_mean() {
     // Beyond 16 tokens, its RoPE turns all keys otherwise.
     let (checkpoint, spec) = open(&fixture("tiny/phi3-longrope"));
     assert_eq!((longest(&spec, 10), longest(&spec, 20)), (16, spec.max_position_embeddings));
-    let resident = Resident::load(&checkpoint, &spec, &Stored, &Quiet).expect("loaded");
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
     let mut session = Session::new(&resident, cache(&spec, 16), None, 10).expect("a session");
     session.feed(&ids(16), 16, &Quiet).expect("fed");
     let error = session.feed(&[1], 1, &Quiet).expect_err("a 17th token");
@@ -165,10 +165,102 @@ impl Monitor for Stopped {
 #[test]
 fn a_stop_is_heard_between_chunks() {
     let (checkpoint, spec) = open(&fixture("tiny/llama-gqa"));
-    let resident = Resident::load(&checkpoint, &spec, &Stored, &Quiet).expect("loaded");
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
     let mut session = Session::new(&resident, cache(&spec, 4), None, 4).expect("a session");
     let error = session.feed(&ids(4), 2, &Stopped).expect_err("stopped");
     assert!(matches!(error, GenerateError::Model(ModelError::Interrupted)), "{error}");
     let error = session.feed(&[], 2, &Quiet).expect_err("nothing");
     assert!(matches!(error, GenerateError::Model(ModelError::Sequence { .. })), "{error}");
+}
+
+/// Logits, bit for bit.
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Logits after each of the `n_new` greedy tokens that follow `ids`, and the tokens, of a sequence alone.
+fn alone(resident: &Resident<'_, Stored>, cache: KvCache, ids: &[u32], n_new: usize) -> Vec<(u32, Vec<u32>)> {
+    let mut session = Session::new(resident, cache, None, ids.len()).expect("a session");
+    let mut greedy = Sampler::new(Sampling::GREEDY).expect("in range");
+    let mut logits = session.feed(ids, CHUNK, &Quiet).expect("fed");
+    let step = |_| {
+        let id = greedy.pick(&logits);
+        logits = session.feed(&[id], 1, &Quiet).expect("fed");
+        (id, bits(&logits))
+    };
+    (0..n_new).map(step).collect()
+}
+
+/// Tokens that enter together.
+const CHUNK: usize = 16;
+
+#[test]
+fn a_sequence_gets_in_any_company_what_it_gets_alone() {
+    let (checkpoint, spec) = open(&fixture("demo-model"));
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
+    let text = demo_ids(0);
+    // Of different lengths; they join one after another, two steps apart, and leave again.
+    let prompts: Vec<&[u32]> = [3, 40, 17, 1, 90, 16, 5].iter().map(|&n| &text[n..2 * n + 1]).collect();
+    for width in [2, 16] {
+        let mut batch = Batch::new(&resident, cache(&spec, width), None).expect("a batch");
+        let mut greedy = Sampler::new(Sampling::GREEDY).expect("in range");
+        let mut running: Vec<(usize, SequenceId, u32)> = Vec::new();
+        let mut found = vec![Vec::new(); prompts.len()];
+        for step in 0.. {
+            if let Some(&prompt) = prompts.get(step / 2).filter(|_| step % 2 == 0) {
+                let sequence = batch.add(prompt.len()).expect("it fits");
+                let mut chunks = prompt.chunks(CHUNK).map(|ids| batch.feed(sequence, ids).expect("fed"));
+                let hidden = chunks.by_ref().last().expect("tokens");
+                let logits = batch.logits(&hidden, hidden.n_rows - 1..hidden.n_rows).expect("computed");
+                running.push((step / 2, sequence, greedy.pick(&logits)));
+            }
+            let tokens: Vec<_> = running.iter().map(|&(_, sequence, id)| (sequence, id)).collect();
+            let hidden = batch.feed_each(&tokens).expect("fed");
+            let logits = batch.logits_each(&hidden).expect("computed");
+            for ((index, _, id), logits) in running.iter_mut().zip(logits.chunks_exact(spec.vocab_size)) {
+                found[*index].push((*id, bits(logits)));
+                *id = greedy.pick(logits);
+            }
+            let (done, more) = running.into_iter().partition(|&(index, ..)| found[index].len() == 12 + index);
+            running = more;
+            done.into_iter()
+                .for_each(|(_, sequence, _): (usize, SequenceId, u32)| batch.remove(sequence).expect("there"));
+            if running.is_empty() && step / 2 >= prompts.len() {
+                break;
+            }
+        }
+        for (prompt, found) in prompts.iter().zip(found) {
+            let expected = alone(&resident, cache(&spec, width), prompt, found.len());
+            assert_eq!(found, expected, "{width} bits, prompt of {}", prompt.len());
+        }
+        assert_eq!((batch.n_sequences(), batch.memory().total()), (0, 0));
+    }
+}
+
+#[test]
+fn a_fork_goes_on_as_if_it_had_been_alone() {
+    let (checkpoint, spec) = open(&fixture("demo-model"));
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
+    let text = demo_ids(0);
+    for width in [2, 16] {
+        let mut batch = Batch::new(&resident, cache(&spec, width), None).expect("a batch");
+        let first = batch.add(70).expect("it fits");
+        text[..48].chunks(CHUNK).for_each(|ids| drop(batch.feed(first, ids).expect("fed")));
+        let fork = batch.fork(first, 60).expect("there").expect("RoPE of one kind");
+        // What the first goes on with is nothing to the fork.
+        batch.feed(first, &text[200..216]).expect("fed");
+        let hidden = batch.feed(fork, &text[48..60]).expect("fed");
+        let logits = batch.logits(&hidden, 11..12).expect("computed");
+        let mut session = Session::new(&resident, cache(&spec, width), None, 60).expect("a session");
+        let expected = session.feed(&text[..60], CHUNK, &Quiet).expect("fed");
+        assert_eq!(bits(&logits), bits(&expected), "{width} bits");
+        assert_eq!((batch.n_tokens(first).expect("there"), batch.n_tokens(fork).expect("there")), (64, 60));
+    }
+    let (checkpoint, spec) = open(&fixture("tiny/phi3-longrope"));
+    let resident = Resident::load(&checkpoint, &spec, &Stored::BY_SHAPE, &Quiet).expect("loaded");
+    let mut batch = Batch::new(&resident, cache(&spec, 16), None).expect("a batch");
+    let short = batch.add(10).expect("it fits");
+    batch.feed(short, &ids(8)).expect("fed");
+    assert!(batch.fork(short, 16).expect("there").is_some());
+    assert!(batch.fork(short, 17).expect("there").is_none(), "longer prompts turn their keys otherwise");
 }

@@ -236,8 +236,13 @@ impl<'a, B: Backend> Decoder<'a, B> {
     /// # Errors
     /// A tensor that cannot be read; `NonFinite`.
     pub fn logits(&self, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
+        self.logits_on(self.backend, hidden, rows)
+    }
+
+    /// The same on a backend with the same tensors.
+    pub(crate) fn logits_on(&self, backend: &B, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
         let head = self.head()?;
-        let mut logits = self.backend.logits(hidden, rows, head.table)?;
+        let mut logits = backend.logits(hidden, rows, head.table)?;
         head.cap(&mut logits);
         if !logits.iter().sum::<f32>().is_finite() && logits.iter().any(|x| !x.is_finite()) {
             return Err(self.logits_not_finite());

@@ -12,7 +12,7 @@ use crate::backend::Backend;
 use crate::decoder::Decoder;
 use crate::error::{ModelError, Result};
 use crate::layer::{Layer, Norm, Qkv};
-use crate::rope::{RopeTables, Span};
+use crate::rope::{RopeSpec, Span};
 use crate::spec::{LayerSpec, ModelSpec};
 use crate::weights;
 
@@ -66,17 +66,39 @@ impl<'a, B: Backend> Resident<'a, B> {
         &self,
         ids: &[u32],
         span: Span,
+        attend: impl FnMut(usize, [&B::Tensor; 3]) -> Result<B::Tensor, E>,
+    ) -> Result<B::Tensor, E> {
+        self.step_of(self.decoder.backend, ids, &[span], attend)
+    }
+
+    /// The same of tokens of several sequences, those of one span after those of another, on `backend`, whose tensors are those
+    /// of the weights' own. All of it but `attend` is a row's own work: what a row becomes depends on other rows
+    /// only where `backend`'s products do.
+    ///
+    /// # Errors
+    /// As [`Resident::step`].
+    ///
+    /// # Panics
+    /// When the spans are not as long as `ids`.
+    pub fn step_of<E: From<ModelError>>(
+        &self,
+        backend: &B,
+        ids: &[u32],
+        spans: &[Span],
         mut attend: impl FnMut(usize, [&B::Tensor; 3]) -> Result<B::Tensor, E>,
     ) -> Result<B::Tensor, E> {
-        assert_eq!(ids.len(), span.n_tokens, "one position an id");
-        let Decoder { spec, backend, .. } = self.decoder;
+        assert_eq!(ids.len(), spans.iter().map(|span| span.n_tokens).sum::<usize>(), "one position an id");
+        let spec = self.decoder.spec;
         self.decoder.check(&[ids])?;
-        let mut x = self.decoder.embed(&[ids])?.pop().expect("one sequence in, one out");
-        let mut tables = RopeTables::<B>::new();
+        let mut x = self.decoder.embed(&[ids])?.pop().expect("one list in, one out");
+        let mut tables: Vec<(&RopeSpec, B::Rope)> = Vec::new();
         for (id, (layer, spec)) in self.layers.iter().zip(&spec.layers).enumerate() {
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, &[span], backend)?;
-            let Qkv { q, k, v } = layer.qkv(backend, &spec.attn, &x, tables.of(rope, span))?;
+            if let Some(rope) = rope.filter(|rope| table_of(&tables, rope).is_none()) {
+                tables.push((rope, backend.rope(rope.table_of_all(spans))?));
+            }
+            let table = rope.and_then(|rope| table_of(&tables, rope));
+            let Qkv { q, k, v } = layer.qkv(backend, &spec.attn, &x, table)?;
             let attended = attend(id, [&q, &k, &v])?;
             drop((q, k, v));
             layer.finish(backend, spec, &mut x, &attended)?;
@@ -94,6 +116,19 @@ impl<'a, B: Backend> Resident<'a, B> {
     pub fn logits(&self, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
         self.decoder.logits(hidden, rows)
     }
+
+    /// The same on `backend`, as for [`Resident::step_of`].
+    ///
+    /// # Errors
+    /// As [`Decoder::logits`].
+    pub fn logits_of(&self, backend: &B, hidden: &B::Tensor, rows: Range<usize>) -> Result<Vec<f32>> {
+        self.decoder.logits_on(backend, hidden, rows)
+    }
+}
+
+/// The table of a layer's RoPE, where there is one already.
+fn table_of<'t, T>(tables: &'t [(&RopeSpec, T)], rope: &RopeSpec) -> Option<&'t T> {
+    tables.iter().find(|(other, _)| *other == rope).map(|(_, table)| table)
 }
 
 /// Bytes of the layers' weights as they are stored: what [`Resident::load`] with [`Stored`](crate::cpu::Stored) weights keeps.

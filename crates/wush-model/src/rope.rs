@@ -77,15 +77,22 @@ impl RopeSpec {
 
     /// Table for some positions of a sequence.
     pub fn table_of(&self, span: Span) -> RopeTable {
-        let inv_freq = self.inverse_frequencies(span.seq_len);
-        let n = span.n_tokens * inv_freq.len();
+        self.table_of_all(&[span])
+    }
+
+    /// Table for positions of several sequences, one span after another.
+    pub fn table_of_all(&self, spans: &[Span]) -> RopeTable {
+        let n = spans.iter().map(|span| span.n_tokens).sum::<usize>() * self.rotary_dim / 2;
         let (mut cos, mut sin) = (Vec::with_capacity(n), Vec::with_capacity(n));
-        for position in span.first..span.first + span.n_tokens {
-            for &omega in inv_freq.iter() {
-                // The angle is an f32 product, as in the reference; only the functions are taken in f64.
-                let angle = f64::from(position as f32 * omega);
-                cos.push(angle.cos() as f32 * self.attention_factor);
-                sin.push(angle.sin() as f32 * self.attention_factor);
+        for span in spans {
+            let inv_freq = self.inverse_frequencies(span.seq_len);
+            for position in span.first..span.first + span.n_tokens {
+                for &omega in inv_freq.iter() {
+                    // The angle is an f32 product, as in the reference; only the functions are taken in f64.
+                    let angle = f64::from(position as f32 * omega);
+                    cos.push(angle.cos() as f32 * self.attention_factor);
+                    sin.push(angle.sin() as f32 * self.attention_factor);
+                }
             }
         }
         RopeTable { rotary_dim: self.rotary_dim, cos, sin }

@@ -130,7 +130,7 @@ fn check_sequence<B: Backend>(
 
 /// The same logits when the sequence enters in steps of many, one and a few tokens, over keys and values that are kept.
 fn check_resident(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> Result<()> {
-    let resident = Resident::load(ckpt, spec, &Stored, &Quiet)?;
+    let resident = Resident::load(ckpt, spec, &Stored::BY_SHAPE, &Quiet)?;
     let ids = golden.ids();
     let mut held: Vec<Vec<Rows>> = vec![Vec::new(); spec.layers.len()];
     let (mut first, mut logits) = (0, Vec::new());
@@ -145,7 +145,7 @@ fn check_resident(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> R
                     held.n_rows += new.n_rows;
                 }),
             }
-            let all = Stored.attention(&held[0], &held[1], &held[2], &spec.layers[layer].attn.shape())?;
+            let all = Stored::BY_SHAPE.attention(&held[0], &held[1], &held[2], &spec.layers[layer].attn.shape())?;
             let data = all.slice(first..first + n_tokens).to_vec();
             Ok(Rows { n_rows: n_tokens, width: all.width, data })
         };
@@ -176,7 +176,8 @@ fn forward_matches_transformers_in_every_family_and_scaling() {
         let file = TensorFile::open(&folder.join("golden.safetensors")).expect("golden");
         for sequence in ["short", "long"] {
             let golden = Golden { file: &file, sequence };
-            for checked in [check_sequence(&Cpu, &ckpt, &spec, &golden), check_sequence(&Stored, &ckpt, &spec, &golden)]
+            for checked in
+                [check_sequence(&Cpu, &ckpt, &spec, &golden), check_sequence(&Stored::BY_SHAPE, &ckpt, &spec, &golden)]
             {
                 checked.unwrap_or_else(|e| panic!("{} {sequence}: {e}", folder.display()));
             }

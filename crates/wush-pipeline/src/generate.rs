@@ -49,7 +49,7 @@ pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut Tex
     // Both read the weights once, one thread each.
     let (model_hash, decoder) = rayon::join(
         || model.hash_weights(),
-        || Resident::load(&model.checkpoint, &model.spec, &Stored, env.monitor).in_stage("load"),
+        || Resident::load(&model.checkpoint, &model.spec, &Stored::BY_SHAPE, env.monitor).in_stage("load"),
     );
     env.monitor.end();
     let (model_hash, decoder) = (model_hash?, decoder?);

@@ -2,6 +2,9 @@
 //!
 //! One row, or a few, meet every stored row in a dot product that widens it in registers: memory is read once, in its stored
 //! width. Many rows widen a block of the weight at a time and multiply as [`Cpu`] does. Everything else is [`Cpu`]'s.
+//!
+//! A row's dot products do not depend on the rows beside it, bit for bit; a block's may. [`Stored::ROW_BY_ROW`] has dot products
+//! only: what one sequence gets is then the same in any batch.
 
 use std::ops::Range;
 
@@ -25,9 +28,22 @@ const BLOCK_ROWS: usize = 192;
 /// Partial sums of a dot product: enough independent ones to wait for memory only.
 const LANES: usize = 32;
 
+/// Rows of activations that share one reading of a stored row: their partial sums stay in registers.
+const SHARED_ROWS: usize = 4;
+
 /// The CPU, with [`StoredMatrix`] weights.
-#[derive(Debug, Default, Clone, Copy)]
-pub struct Stored;
+#[derive(Debug, Clone, Copy)]
+pub struct Stored {
+    /// Rows of activations up to which products are dot products.
+    few_rows: usize,
+}
+
+impl Stored {
+    /// Whatever is fastest for a number of rows: the tokens of one sequence.
+    pub const BY_SHAPE: Self = Self { few_rows: FEW_ROWS };
+    /// Dot products for any number of rows: tokens of many sequences, each of which gets what it would get alone.
+    pub const ROW_BY_ROW: Self = Self { few_rows: usize::MAX };
+}
 
 /// A weight `[out, in]` in its stored element type.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,17 +70,13 @@ struct Product<'a> {
     out: &'a mut [f32],
 }
 
-/// `out = x Wᵀ` for every product; `x` is `[rows, in]`.
-fn products(x: &[f32], products: Vec<Product<'_>>) {
+/// `out = x Wᵀ` for every product; `x` is `[rows, in]`. Up to `few_rows` rows as dot products.
+fn products(x: &[f32], products: Vec<Product<'_>>, few_rows: usize) {
     let Some(depth) = products.first().map(|product| product.weight.shape[1]) else { return };
     match x.len() / depth {
-        1 => few(x, products),
-        n_rows if n_rows <= FEW_ROWS => {
-            for Product { weight, out } in products {
-                for (x, out) in x.chunks_exact(depth).zip(out.chunks_exact_mut(weight.shape[0])) {
-                    few(x, vec![Product { weight, out }]);
-                }
-            }
+        1 => one(x, products),
+        n_rows if n_rows <= few_rows => {
+            products.into_iter().for_each(|Product { weight, out }| few(x, weight, out));
         }
         n_rows => products.into_iter().for_each(|Product { weight, out }| {
             let x = MatRef::from_row_major_slice(x, n_rows, depth);
@@ -75,61 +87,109 @@ fn products(x: &[f32], products: Vec<Product<'_>>) {
 }
 
 /// One row of activations: all products in one round of tasks.
-fn few(x: &[f32], products: Vec<Product<'_>>) {
+fn one(x: &[f32], products: Vec<Product<'_>>) {
     let tasks: Vec<_> = products
         .into_iter()
         .flat_map(|Product { weight, out }| {
             out.chunks_mut(ROWS_PER_TASK).enumerate().map(move |(task, out)| (weight, task * ROWS_PER_TASK, out))
         })
         .collect();
-    tasks.into_par_iter().for_each_init(Vec::new, |scratch, (weight, first, out)| dots(x, weight, first, out, scratch));
+    let dots = |scratch: &mut Vec<f32>, (weight, first, out): (TensorView<'_>, usize, &mut [f32])| {
+        dots([x], weight, first, out, scratch);
+    };
+    tasks.into_par_iter().for_each_init(Vec::new, dots);
 }
 
-/// `out[i] = W[first + i] · x`. Sums in [`LANES`] parts in f32, the same whatever the vector width.
-fn dots(x: &[f32], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
-    if weight.dtype == Dtype::BF16 {
-        return dots_bf16(x, &weight.bytes[first * 2 * x.len()..], out);
+/// A few rows of activations: tasks by rows of the weight, [`SHARED_ROWS`] at a time, each sum as in [`one`].
+fn few(x: &[f32], weight: TensorView<'_>, out: &mut [f32]) {
+    let [n_out, depth] = [weight.shape[0], weight.shape[1]];
+    let blocks: Vec<(usize, Vec<f32>)> = (0..n_out)
+        .into_par_iter()
+        .step_by(ROWS_PER_TASK)
+        .map_init(Vec::new, |scratch, first| {
+            let n_weights = ROWS_PER_TASK.min(n_out - first);
+            let mut block = vec![0.0; x.len() / depth * n_weights];
+            let shared = (x.chunks(SHARED_ROWS * depth)).zip(block.chunks_mut(SHARED_ROWS * n_weights));
+            for (x, block) in shared {
+                let row = |row: usize| &x[row * depth..(row + 1) * depth];
+                match x.len() / depth {
+                    4 => dots([row(0), row(1), row(2), row(3)], weight, first, block, scratch),
+                    3 => dots([row(0), row(1), row(2)], weight, first, block, scratch),
+                    2 => dots([row(0), row(1)], weight, first, block, scratch),
+                    _ => dots([row(0)], weight, first, block, scratch),
+                }
+            }
+            (first, block)
+        })
+        .collect();
+    for (first, block) in blocks {
+        let n_weights = ROWS_PER_TASK.min(n_out - first);
+        for (out, block) in out.chunks_exact_mut(n_out).zip(block.chunks_exact(n_weights)) {
+            out[first..first + n_weights].copy_from_slice(block);
+        }
     }
-    scratch.resize(x.len(), 0.0);
-    for (i, out) in out.iter_mut().enumerate() {
-        widen::into(weight, (first + i) * x.len(), scratch);
-        *out = elementwise::vectorized(
+}
+
+/// `out[r][i] = W[first + i] · x[r]`, `out` being `[R, rows of W]`. Sums in [`LANES`] parts in f32, the same whatever the vector
+/// width and the number of rows.
+fn dots<const R: usize>(x: [&[f32]; R], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
+    let (depth, n_weights) = (weight.shape[1], out.len() / R);
+    if weight.dtype == Dtype::BF16 {
+        return dots_bf16(x, &weight.bytes[first * 2 * depth..], out);
+    }
+    scratch.resize(depth, 0.0);
+    for i in 0..n_weights {
+        widen::into(weight, (first + i) * depth, scratch);
+        let sums = elementwise::vectorized(
             #[inline(always)]
             || dot(scratch, x, |&w| w),
         );
+        sums.into_iter().enumerate().for_each(|(r, sum)| out[r * n_weights + i] = sum);
     }
 }
 
 /// The same of BF16 rows. A loop and no adapter: a closure that is not inlined would be compiled for the narrowest vectors.
-fn dots_bf16(x: &[f32], rows: &[u8], out: &mut [f32]) {
+fn dots_bf16<const R: usize>(x: [&[f32]; R], rows: &[u8], out: &mut [f32]) {
+    let (depth, n_weights) = (x[0].len(), out.len() / R);
     elementwise::vectorized(
         #[inline(always)]
         || {
-            for (i, out) in out.iter_mut().enumerate() {
-                *out = dot_bf16(rows[i * 2 * x.len()..(i + 1) * 2 * x.len()].as_chunks().0, x);
+            for i in 0..n_weights {
+                let sums = dot_bf16(rows[i * 2 * depth..(i + 1) * 2 * depth].as_chunks().0, x);
+                for r in 0..R {
+                    out[r * n_weights + i] = sums[r];
+                }
             }
         },
     );
 }
 
 #[inline(always)]
-fn dot_bf16(row: &[[u8; 2]], x: &[f32]) -> f32 {
+fn dot_bf16<const R: usize>(row: &[[u8; 2]], x: [&[f32]; R]) -> [f32; R] {
     dot(row, x, |&bytes| f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16))
 }
 
+/// `row · x[r]` for every r: each in the same order, whatever R is.
 #[inline(always)]
-fn dot<T>(row: &[T], x: &[f32], widen: impl Fn(&T) -> f32) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let ((rows, rest), (xs, x_rest)) = (row.as_chunks::<LANES>(), x.as_chunks::<LANES>());
-    for (row, x) in rows.iter().zip(xs) {
-        for ((lane, w), x) in lanes.iter_mut().zip(row).zip(x) {
+fn dot<T, const R: usize>(row: &[T], x: [&[f32]; R], widen: impl Fn(&T) -> f32) -> [f32; R] {
+    let mut lanes = [[0.0f32; LANES]; R];
+    let (rows, rest) = row.as_chunks::<LANES>();
+    for (at, row) in rows.iter().enumerate() {
+        let mut wide = [0.0f32; LANES];
+        wide.iter_mut().zip(row).for_each(|(wide, w)| *wide = widen(w));
+        for (lanes, x) in lanes.iter_mut().zip(x) {
+            let x = &x[at * LANES..(at + 1) * LANES];
+            for ((lane, w), x) in lanes.iter_mut().zip(&wide).zip(x) {
+                *lane += w * x;
+            }
+        }
+    }
+    for (lanes, x) in lanes.iter_mut().zip(x) {
+        for ((lane, w), x) in lanes.iter_mut().zip(rest).zip(&x[rows.len() * LANES..]) {
             *lane += widen(w) * x;
         }
     }
-    for ((lane, w), x) in lanes.iter_mut().zip(rest).zip(x_rest) {
-        *lane += widen(w) * x;
-    }
-    lanes.iter().sum()
+    lanes.map(|lanes| lanes.iter().sum())
 }
 
 /// Halves the product along the weight's rows until a block is left; the cut depends on the shape alone.
@@ -147,10 +207,11 @@ fn blocked(out: MatMut<'_, f32>, x: MatRef<'_, f32>, weight: TensorView<'_>, row
 }
 
 /// `x Wᵀ + b` for each projection.
-fn project<const N: usize>(x: &Rows, projections: [Affine<'_, Stored>; N]) -> [Rows; N] {
+fn project<const N: usize>(x: &Rows, projections: [Affine<'_, Stored>; N], few_rows: usize) -> [Rows; N] {
     let mut outs = projections.each_ref().map(|p| Rows::zeros(x.n_rows, p.weight.n_out()));
     let into = outs.iter_mut().zip(&projections);
-    products(&x.data, into.map(|(out, p)| Product { weight: p.weight.view(), out: &mut out.data }).collect());
+    let into = into.map(|(out, p)| Product { weight: p.weight.view(), out: &mut out.data }).collect();
+    products(&x.data, into, few_rows);
     for (out, projection) in outs.iter_mut().zip(&projections) {
         if let Some(bias) = projection.bias {
             out.data.par_chunks_exact_mut(bias.len()).for_each(|row| elementwise::add(row, bias));
@@ -216,8 +277,8 @@ impl Backend for Stored {
         projections: [Affine<'_, Self>; N],
     ) -> Result<[Rows; N]> {
         Ok(match norm {
-            Some(_) => project(&normalized(x, norm.as_ref())?, projections),
-            None => project(x, projections),
+            Some(_) => project(&normalized(x, norm.as_ref())?, projections, self.few_rows),
+            None => project(x, projections, self.few_rows),
         })
     }
 
@@ -228,7 +289,7 @@ impl Backend for Stored {
         projection: Affine<'_, Self>,
         norm: Option<RmsNorm<'_, Self>>,
     ) -> Result<()> {
-        let [update] = project(y, [projection]);
+        let [update] = project(y, [projection], self.few_rows);
         add_update(x, &update, norm.as_ref())
     }
 
@@ -237,12 +298,12 @@ impl Backend for Stored {
             Affine { weight: affine.weight, bias: affine.bias }
         }
         let normed = mlp.before.as_ref().map(|norm| normalized(x, Some(norm))).transpose()?;
-        let [mut gate, up] = project(normed.as_ref().unwrap_or(x), [&mlp.gate, &mlp.up].map(affine));
+        let [mut gate, up] = project(normed.as_ref().unwrap_or(x), [&mlp.gate, &mlp.up].map(affine), self.few_rows);
         gate.data
             .par_chunks_mut(gate.width)
             .zip(up.data.par_chunks(up.width))
             .for_each(|(gate, up)| elementwise::gate(gate, up, mlp.activation));
-        let [update] = project(&gate, [affine(&mlp.down)]);
+        let [update] = project(&gate, [affine(&mlp.down)], self.few_rows);
         add_update(x, &update, mlp.after.as_ref())
     }
 
@@ -275,11 +336,11 @@ impl Backend for Stored {
     }
 
     fn logits(&self, x: &Rows, rows: Range<usize>, table: TensorView<'_>) -> Result<Vec<f32>> {
-        if rows.len() > FEW_ROWS {
+        if rows.len() > self.few_rows {
             return Cpu.logits(x, rows, table);
         }
         let mut out = vec![0.0; rows.len() * table.shape[0]];
-        products(x.slice(rows), vec![Product { weight: table, out: &mut out }]);
+        products(x.slice(rows), vec![Product { weight: table, out: &mut out }], self.few_rows);
         Ok(out)
     }
 
@@ -321,7 +382,7 @@ mod tests {
                 let x = random(n_rows, depth, 1);
                 let mut out = vec![f32::NAN; n_rows * n_out];
                 let view = TensorView { dtype, shape: &[n_out, depth], bytes: &bytes };
-                products(&x.data, vec![Product { weight: view, out: &mut out }]);
+                products(&x.data, vec![Product { weight: view, out: &mut out }], FEW_ROWS);
                 for (at, &found) in out.iter().enumerate() {
                     let (x, w) = (&x.data[at / n_out * depth..][..depth], &weight[at % n_out * depth..][..depth]);
                     let exact: f64 = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
@@ -330,6 +391,27 @@ mod tests {
                     let tol = depth as f64 * f64::from(f32::EPSILON);
                     assert!(diff <= tol, "{dtype:?}, {n_rows} x {n_out} x {depth} at {at}: {diff:e}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_is_multiplied_alike_in_any_company() {
+        for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32, Dtype::F64] {
+            for (n_rows, n_out, depth) in
+                [(2, 1, 5), (3, 130, 33), (4, 7, LANES), (9, ROWS_PER_TASK + 1, 70), (66, 5, 96)]
+            {
+                let (bytes, _) = stored(dtype, n_out, depth);
+                let view = TensorView { dtype, shape: &[n_out, depth], bytes: &bytes };
+                let x = random(n_rows, depth, 2);
+                let product = |x: &[f32]| {
+                    let mut out = vec![f32::NAN; x.len() / depth * n_out];
+                    products(x, vec![Product { weight: view, out: &mut out }], Stored::ROW_BY_ROW.few_rows);
+                    out
+                };
+                let alone: Vec<f32> = x.data.chunks_exact(depth).flat_map(&product).collect();
+                let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                assert_eq!(bits(product(&x.data)), bits(alone), "{dtype:?}, {n_rows} x {n_out} x {depth}");
             }
         }
     }
