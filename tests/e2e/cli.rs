@@ -18,6 +18,7 @@ const COMMANDS: &[&str] = &[
     "inspect",
     "eval",
     "generate",
+    "serve",
     "demo",
     "doctor",
     "bench",

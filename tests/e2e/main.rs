@@ -9,6 +9,8 @@ mod common;
 mod errors;
 mod eval;
 mod generate;
+mod http;
 mod interrupt;
 mod robust;
+mod serve;
 mod stages;

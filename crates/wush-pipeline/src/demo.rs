@@ -12,8 +12,8 @@ use crate::paths::require_absent;
 use crate::plan::{DEFAULT_TEXT_FIELD, DEFAULT_TRANSFORM, DEFAULT_VERIFY_SEQUENCES};
 use crate::report::{Again, DemoReport};
 use crate::request::{
-    CalibrationRequest, Chat, ConvertRequest, DemoRequest, DeviceChoice, Environment, GenerateRequest, InspectRequest,
-    KvBits, ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
+    CacheRequest, CalibrationRequest, Chat, ConvertRequest, DemoRequest, DeviceChoice, Environment, GenerateRequest,
+    InspectRequest, KvBits, ModelRequest, Preset, PromptSource, Sampling, SolveSettings, VerifySettings, Windows,
 };
 use crate::{DEFAULT_CHUNK, PipelineError, Result, convert, generate, inspect};
 
@@ -102,10 +102,12 @@ fn generate_request(model: &Path, bundle: &Path) -> Result<GenerateRequest> {
         prompt: PromptSource::Text(text[..text.floor_char_boundary(PROMPT_BYTES)].to_owned()),
         system: None,
         chat: Chat::Auto,
-        kv_bits: Some(KvBits::OF_BUNDLE),
-        quantizer: None,
-        windows: Windows::STUDY.into(),
-        chunk: DEFAULT_CHUNK,
+        cache: CacheRequest {
+            kv_bits: Some(KvBits::OF_BUNDLE),
+            quantizer: None,
+            windows: Windows::STUDY.into(),
+            chunk: DEFAULT_CHUNK,
+        },
         max_new_tokens: NEW_TOKENS,
         sampling: Sampling { temperature: TEMPERATURE, top_p: TOP_P, ..Sampling::GREEDY },
     })

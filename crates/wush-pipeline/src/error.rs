@@ -14,6 +14,7 @@ use wush_gpu::GpuError;
 use wush_inspect::InspectError;
 use wush_model::ModelError;
 use wush_quant::QuantError;
+use wush_serve::ServeError;
 use wush_stats::StatsError;
 use wush_transform::TransformError;
 
@@ -83,6 +84,9 @@ pub enum PipelineError {
     /// The decoder over its cache.
     #[error(transparent)]
     Generate(#[from] GenerateError),
+    /// The server.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
     /// A prompt of no tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -372,6 +376,7 @@ impl PipelineError {
             Self::Inspect(e) => e.hint(),
             Self::Eval(e) => e.hint(),
             Self::Generate(e) => e.hint(),
+            Self::Serve(e) => e.hint(),
             Self::EmptyPrompt => {
                 own("pass text with --prompt, or a file with --prompt-file (- for the standard input)")
             }

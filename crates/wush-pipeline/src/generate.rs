@@ -10,24 +10,20 @@ use std::time::Instant;
 
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
-use wush_format::bundle::{KEY_TRANSFORMS, WUSH_DIR};
-use wush_format::hash::Sha;
-use wush_format::manifest::Manifest;
-use wush_generate::{CacheSettings, Sampler, Session, bf16_bytes, most_bytes};
+use wush_generate::{Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::cpu::Stored;
 use wush_model::resident::{Resident, stored_bytes};
-use wush_quant::{LayerBits, Method};
-use wush_runtime::{CacheConfig, KeyTransforms, KvCache, Windows};
+use wush_runtime::CacheConfig;
 
+use crate::cached::Cached;
 use crate::device::Runs;
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
 use crate::human::{counted, human_bytes};
 use crate::model::Model;
-use crate::notes::of_use;
 use crate::report::{AllottedBits, CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
-use crate::request::{CodeBits, Environment, GenerateRequest, KvBits, WindowOptions};
-use crate::sensitivity::{allotted, average_bits, uniform};
+use crate::request::{CodeBits, Environment, GenerateRequest, KvBits};
+use crate::sensitivity::average_bits;
 use crate::{PipelineError, Result};
 use prompt::Prompt;
 
@@ -53,7 +49,7 @@ pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut Tex
     );
     env.monitor.end();
     let (model_hash, decoder) = (model_hash?, decoder?);
-    let (cache, transforms) = plan.cache(model_hash)?;
+    let (cache, transforms) = plan.cached.cache(model_hash)?;
     let session = Session::new(&decoder, cache, transforms, plan.prompt.ids.len())?;
     let done = plan.run(session, request, env, told).in_stage("generate")?;
     Ok(GenerateReport {
@@ -77,10 +73,7 @@ struct Plan<'a> {
     prompt: Prompt,
     /// Most tokens to generate.
     max_new: usize,
-    /// `--kv-bits`, or what stands for it.
-    asked: KvBits,
-    settings: CacheSettings,
-    config: CacheConfig,
+    cached: Cached<'a>,
     sampler: Sampler,
     memory: GenerateMemory,
     notes: Vec<String>,
@@ -100,15 +93,7 @@ impl<'a> Plan<'a> {
     fn new(model: &'a Model, request: &GenerateRequest) -> Result<Self> {
         let sampler = Sampler::new(request.sampling)?;
         check_options(request)?;
-        let manifest = model.checkpoint.is_bundle().then(|| model.bundle_manifest()).transpose()?;
-        let default_bits = if manifest.is_some() { KvBits::OF_BUNDLE } else { KvBits::Full };
-        let asked = request.kv_bits.unwrap_or(default_bits);
-        let bits = bits_of(model, manifest.as_ref(), asked)?;
-        let has_feedback = manifest.as_ref().is_some_and(|manifest| manifest.solve.feedback);
-        let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
-        let settings = CacheSettings { bits, quantizer, windows: request.windows.or(Windows::SERVING) };
-        check_unquantized(request, &settings)?;
-        let config = settings.config(&model.spec)?;
+        let cached = Cached::new(model, &request.cache)?;
         let tokenizer = TextTokenizer::open(model.dir())?;
         let prompt = Prompt::new(model, &tokenizer, request)?;
         let longest = wush_generate::longest(&model.spec, prompt.ids.len());
@@ -118,15 +103,14 @@ impl<'a> Plan<'a> {
         // The last token is never fed back.
         let max_new = request.max_new_tokens.min(room + 1);
         let n_tokens = prompt.ids.len() + max_new - 1;
-        let memory = GenerateMemory::new(model, &config, n_tokens, request.chunk)?;
-        let mut plan =
-            Self { model, tokenizer, prompt, max_new, asked, settings, config, sampler, memory, notes: Vec::new() };
-        plan.notes = plan.notes(manifest.as_ref(), request.max_new_tokens, n_tokens)?;
+        let memory = GenerateMemory::new(model, &cached.config, n_tokens, request.cache.chunk)?;
+        let mut plan = Self { model, tokenizer, prompt, max_new, cached, sampler, memory, notes: Vec::new() };
+        plan.notes = plan.notes(request.max_new_tokens, n_tokens)?;
         Ok(plan)
     }
 
     /// What the reader of the text should know.
-    fn notes(&self, manifest: Option<&Manifest>, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
+    fn notes(&self, asked: usize, n_tokens: usize) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         if self.prompt.chat {
             notes.push("the prompt goes through the chat template; --chat never continues it as it is".to_owned());
@@ -138,38 +122,8 @@ impl<'a> Plan<'a> {
                 n_tokens
             ));
         }
-        if let Some(manifest) = manifest {
-            // Of what is quantized only the transforms tell.
-            let calibration = manifest.calibration.as_ref().filter(|_| self.settings.quantizes());
-            notes.extend(of_use(self.model, Some(manifest), calibration, n_tokens)?);
-        } else if self.settings.quantizes() {
-            notes.push(format!(
-                "a plain checkpoint has no key and value transforms: its cache is quantized to {} bits as it is. `wush convert` \
-                 makes a bundle that has them",
-                self.asked
-            ));
-        }
+        notes.extend(self.cached.notes(n_tokens)?);
         Ok(notes)
-    }
-
-    /// An empty cache with what a bundle has for it; nothing of it where nothing is quantized. Hashes are held against those of
-    /// the weights themselves.
-    fn cache(&self, model_hash: Sha) -> Result<(KvCache, Option<KeyTransforms>)> {
-        let config = CacheConfig { model_hash: Some(model_hash), ..self.config.clone() };
-        let mut cache = KvCache::new(config).map_err(wush_generate::GenerateError::from)?;
-        if !self.model.checkpoint.is_bundle() || !self.settings.quantizes() {
-            return Ok((cache, None));
-        }
-        let of_bundle = |cache: &mut KvCache| {
-            let path = self.model.dir().join(WUSH_DIR).join(KEY_TRANSFORMS);
-            let transforms = KeyTransforms::load(&path, model_hash)?;
-            transforms.check(cache.config())?;
-            cache.set_feedback_of_bundle(self.model.dir())?;
-            Ok(transforms)
-        };
-        let transforms =
-            of_bundle(&mut cache).map_err(|e: wush_runtime::RuntimeError| PipelineError::Generate(e.into()))?;
-        Ok((cache, Some(transforms)))
     }
 
     /// The prompt, then token after token.
@@ -183,7 +137,7 @@ impl<'a> Plan<'a> {
         let ids = &self.prompt.ids;
         env.monitor.begin("prompt", "tokens", ids.len() as u64);
         let clock = Instant::now();
-        let logits = session.feed(ids, request.chunk, env.monitor)?;
+        let logits = session.feed(ids, request.cache.chunk, env.monitor)?;
         let prompt = Rate::new(ids.len(), clock);
         env.monitor.end();
         let mut text = String::new();
@@ -233,14 +187,15 @@ impl<'a> Plan<'a> {
     }
 
     fn cache_use(&self, session: &Session<'_>) -> CacheUse {
-        let (memory, windows) = (session.memory(), self.config.windows);
-        let bf16_bytes = bf16_bytes(&self.config, session.n_tokens());
-        let bits = self.settings.bits.as_deref();
-        let is_allotted = matches!(self.asked, KvBits::Codes(CodeBits::Auto(_)));
+        let Cached { settings, config, asked, .. } = &self.cached;
+        let (memory, windows) = (session.memory(), config.windows);
+        let bf16_bytes = bf16_bytes(config, session.n_tokens());
+        let bits = settings.bits.as_deref();
+        let is_allotted = matches!(asked, KvBits::Codes(CodeBits::Auto(_)));
         CacheUse {
             bits: bits.map_or(UNQUANTIZED_BITS, |bits| average_bits(&self.model.spec, bits)),
             allotment: bits.filter(|_| is_allotted).map_or_else(Vec::new, AllottedBits::list),
-            quantizer: self.settings.quantizes().then(|| self.settings.quantizer.to_string()),
+            quantizer: settings.quantizes().then(|| settings.quantizer.to_string()),
             transforms: session.is_transformed(),
             sink: windows.sink,
             keep: windows.keep,
@@ -259,26 +214,6 @@ pub const DEFAULT_MAX_NEW_TOKENS: usize = 256;
 /// `--chunk`: long enough that widening the weights for it costs little, short enough for progress.
 pub const DEFAULT_CHUNK: usize = 256;
 
-/// Bits of every layer, of none where nothing is quantized.
-fn bits_of(model: &Model, manifest: Option<&Manifest>, asked: KvBits) -> Result<Option<Vec<LayerBits>>> {
-    let sensitivity = manifest.and_then(|manifest| manifest.sensitivity.as_ref());
-    match (asked, sensitivity) {
-        (KvBits::Full, _) => Ok(None),
-        (KvBits::Codes(CodeBits::Same(bits)), _) => Ok(Some(uniform(&model.spec, bits))),
-        (KvBits::Codes(CodeBits::Auto(average)), Some(sensitivity)) => {
-            allotted(&model.spec, sensitivity, average).map(Some)
-        }
-        (KvBits::Codes(CodeBits::Auto(_)), None) => Err(PipelineError::Option {
-            option: "--kv-bits",
-            expected:
-                "a number of bits, or a bundle for auto: `wush convert` measures what bits are allotted by (not with \
-                       --verify-sequences 0)"
-                    .to_owned(),
-            found: "auto for a model of which nothing is measured".to_owned(),
-        }),
-    }
-}
-
 /// Counts that must not be 0, and options that would do nothing.
 fn check_options(request: &GenerateRequest) -> Result<()> {
     let at_least_1 = |option, n: usize| match n {
@@ -286,7 +221,7 @@ fn check_options(request: &GenerateRequest) -> Result<()> {
         _ => Ok(()),
     };
     at_least_1("--max-new-tokens", request.max_new_tokens)?;
-    at_least_1("--chunk", request.chunk)?;
+    at_least_1("--chunk", request.cache.chunk)?;
     let sampling = &request.sampling;
     if sampling.is_greedy() && (sampling.top_k.is_some() || sampling.top_p < 1.0) {
         return Err(PipelineError::Option {
@@ -296,24 +231,6 @@ fn check_options(request: &GenerateRequest) -> Result<()> {
         });
     }
     Ok(())
-}
-
-/// Options of a quantized cache where nothing is quantized.
-fn check_unquantized(request: &GenerateRequest, settings: &CacheSettings) -> Result<()> {
-    let WindowOptions { sink, keep, flush } = request.windows;
-    let options = [
-        ("--quantizer", request.quantizer.map(|quantizer| quantizer.to_string())),
-        ("--sink", sink.map(|n| n.to_string())),
-        ("--keep", keep.map(|n| n.to_string())),
-        ("--flush", flush.map(|n| n.to_string())),
-    ];
-    match options.into_iter().find_map(|(option, found)| Some((option, found?))) {
-        Some((option, found)) if !settings.quantizes() => {
-            let expected = format!("none at {UNQUANTIZED_BITS} bits, which quantize nothing (--kv-bits 2 does)");
-            Err(PipelineError::Option { option, expected, found })
-        }
-        _ => Ok(()),
-    }
 }
 
 impl GenerateMemory {

@@ -461,6 +461,28 @@ pub struct GenerateReport {
     pub seconds: f64,
 }
 
+/// What `wush serve` did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ServeReport {
+    /// The model, or the bundle.
+    pub model: ModelInfo,
+    /// HTTP requests.
+    pub requests: u64,
+    /// Tokens of prompts that were computed.
+    pub prompt_tokens: u64,
+    /// Tokens of prompts that the cache had from a prompt before.
+    pub reused_tokens: u64,
+    /// Tokens generated.
+    pub generated_tokens: u64,
+    /// Texts that nobody waited for any more.
+    pub cancelled: u64,
+    /// Bytes that the cache held after the last text ended: 0, or there is a bug.
+    pub cache_bytes_left: u64,
+    /// Time that it served.
+    pub seconds: f64,
+}
+
 /// Why a text ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]

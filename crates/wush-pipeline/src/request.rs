@@ -5,6 +5,7 @@ mod bits;
 mod size;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -17,6 +18,7 @@ pub use wush_generate::Sampling;
 pub use wush_model::arch::RopeScaling;
 pub use wush_quant::{Method, ScaleDtype};
 pub use wush_runtime::Windows;
+pub use wush_serve::Limits;
 use wush_transform::Needs;
 
 pub use bits::{CodeBits, KvBits};
@@ -579,6 +581,17 @@ pub struct GenerateRequest {
     pub system: Option<String>,
     /// `--chat`.
     pub chat: Chat,
+    /// How keys and values are kept.
+    pub cache: CacheRequest,
+    /// `--max-new-tokens`.
+    pub max_new_tokens: usize,
+    /// `--temperature`, `--top-k`, `--top-p` and `--seed`.
+    pub sampling: Sampling,
+}
+
+/// A model's cache.
+#[derive(Debug, Clone)]
+pub struct CacheRequest {
     /// `--kv-bits`; the model's kind decides when absent.
     pub kv_bits: Option<KvBits>,
     /// `--quantizer`; what suits the bundle where there is none.
@@ -587,10 +600,23 @@ pub struct GenerateRequest {
     pub windows: WindowOptions,
     /// `--chunk`: tokens of the prompt that enter the cache together.
     pub chunk: usize,
-    /// `--max-new-tokens`.
-    pub max_new_tokens: usize,
-    /// `--temperature`, `--top-k`, `--top-p` and `--seed`.
-    pub sampling: Sampling,
+}
+
+/// `wush serve`.
+#[derive(Debug, Clone)]
+pub struct ServeRequest {
+    /// The model, or a bundle.
+    pub model: ModelRequest,
+    /// How keys and values are kept.
+    pub cache: CacheRequest,
+    /// `--host` and `--port`.
+    pub address: SocketAddr,
+    /// `--api-key`.
+    pub api_key: Option<String>,
+    /// `--model-name`; the model's own when absent.
+    pub model_name: Option<String>,
+    /// The bounds; `chunk` is the cache's.
+    pub limits: Limits,
 }
 
 #[cfg(test)]

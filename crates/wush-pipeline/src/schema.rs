@@ -7,7 +7,7 @@ use crate::bench::{BenchCalibrateReport, BenchKernelsReport};
 use crate::doctor::DoctorReport;
 use crate::report::{
     CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, GenerateReport, MergeReport,
-    SolveReport, UnfoldReport,
+    ServeReport, SolveReport, UnfoldReport,
 };
 
 /// One schema: `schemas/{name}.json`.
@@ -33,6 +33,7 @@ pub const SCHEMAS: &[NamedSchema] = &[
     NamedSchema { name: "inspect", make: make::<wush_inspect::Report> },
     NamedSchema { name: "manifest", make: make::<Manifest> },
     NamedSchema { name: "merge", make: make::<MergeReport> },
+    NamedSchema { name: "serve", make: make::<ServeReport> },
     NamedSchema { name: "solve", make: make::<SolveReport> },
     NamedSchema { name: "unfold", make: make::<UnfoldReport> },
 ];

@@ -6,6 +6,7 @@
 mod bench;
 mod eval;
 mod generate;
+mod serve;
 
 use std::path::PathBuf;
 
@@ -21,10 +22,11 @@ use wush_pipeline::request::{
 pub use bench::{BenchArgs, BenchCommand};
 pub use eval::{EvalArgs, EvalCommand};
 pub use generate::GenerateArgs;
+pub use serve::ServeArgs;
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
 pub const EXIT_CODES: &str =
-    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C, SIGTERM or SIGHUP.";
+    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C, SIGTERM or SIGHUP (`wush serve`: 0).";
 
 /// Data-adaptive transforms that make 2-bit KV caches work.
 #[derive(Debug, Parser)]
@@ -86,6 +88,8 @@ pub enum Command {
     Eval(EvalArgs),
     /// Text from a checkpoint or a bundle, over its quantized cache
     Generate(GenerateArgs),
+    /// A checkpoint or a bundle over HTTP, in the form of OpenAI's API
+    Serve(ServeArgs),
     /// A tour on the bundled model, offline, in about a minute
     Demo(DemoArgs),
     /// Say what this machine offers: GPUs, CUDA's libraries, and why a GPU is not used

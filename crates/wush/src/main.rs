@@ -62,6 +62,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         }
         Command::Eval(args) => evaluate(args.command, &env, format),
         Command::Generate(args) => generate(args, &env, &cli.global),
+        Command::Serve(args) => emit(&wush_pipeline::serve(&args.request(), &env)?, format),
         Command::Demo(args) => {
             let request = DemoRequest { out: args.out, files: demo_model::FILES };
             emit(&wush_pipeline::demo(&request, &env)?, format)

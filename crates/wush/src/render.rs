@@ -9,8 +9,8 @@ use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
     AllottedBits, CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain,
-    GenerateReport, Layers, MergeReport, PerplexityRow, Rate, ReconRow, SolveReport, UnfoldReport, Verdict, WrittenDir,
-    WrittenFile,
+    GenerateReport, Layers, MergeReport, PerplexityRow, Rate, ReconRow, ServeReport, SolveReport, UnfoldReport,
+    Verdict, WrittenDir, WrittenFile,
 };
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
@@ -205,6 +205,27 @@ impl Report for GenerateReport {
         }
         text.allotment("cache", self.cache.bits, &self.cache.allotment);
         text.0
+    }
+}
+
+impl Report for ServeReport {
+    fn text(&self) -> String {
+        let mut text = Lines::default();
+        text.row("model", &format!("{} ({}, {} layers)", self.model.id, self.model.family, self.model.n_layers));
+        text.row(
+            "served",
+            &format!("{} in {}", counted(self.requests, "request"), human_time(Duration::from_secs_f64(self.seconds))),
+        );
+        let reused = counted(self.reused_tokens, "token");
+        text.row("prompts", &format!("{} computed, {reused} reused", counted(self.prompt_tokens, "token")));
+        let cancelled = counted(self.cancelled, "text");
+        text.row("answers", &format!("{}, {cancelled} given up by clients", counted(self.generated_tokens, "token")));
+        text.0
+    }
+
+    /// A cache that is not empty at the end is a bug.
+    fn passed(&self) -> bool {
+        self.cache_bytes_left == 0
     }
 }
 

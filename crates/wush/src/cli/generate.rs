@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use wush_pipeline::request::{Chat, GenerateRequest, KvBits, Method, PromptSource, Sampling, WindowOptions};
+use wush_pipeline::request::{
+    CacheRequest, Chat, GenerateRequest, KvBits, Method, PromptSource, Sampling, WindowOptions,
+};
 
 use super::{ModelArgs, number, seed, whole_number};
 
@@ -64,7 +66,7 @@ struct SamplingArgs {
 /// The cache.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Cache")]
-struct CacheArgs {
+pub(super) struct CacheArgs {
     /// Bits of keys and values in the cache: 2, 3, 4, 8, or auto:AVERAGE, such as auto:2.25, which allots 2, 3 or 4 bits to each
     /// layer's keys and values by what `wush convert` measured; 16 quantizes nothing [default: 2 for a bundle, 16 for a
     /// checkpoint]
@@ -93,19 +95,23 @@ impl GenerateArgs {
     pub fn request(self) -> GenerateRequest {
         let Self { model, prompt, sampling, cache } = self;
         let SamplingArgs { max_new_tokens, temperature, top_k, top_p, seed } = sampling;
-        let CacheArgs { kv_bits, quantizer, sink, keep, flush, chunk } = cache;
         GenerateRequest {
             model: model.request(),
             chat: prompt.chat,
             system: prompt.system.clone(),
             prompt: prompt.source(),
-            kv_bits,
-            quantizer,
-            windows: WindowOptions { sink, keep, flush },
-            chunk,
+            cache: cache.request(),
             max_new_tokens,
             sampling: Sampling { temperature, top_k, top_p, seed },
         }
+    }
+}
+
+impl CacheArgs {
+    /// The cache that was typed.
+    pub(super) fn request(self) -> CacheRequest {
+        let Self { kv_bits, quantizer, sink, keep, flush, chunk } = self;
+        CacheRequest { kv_bits, quantizer, windows: WindowOptions { sink, keep, flush }, chunk }
     }
 }
 

@@ -1,0 +1,67 @@
+//! The bounds of a server. Every one has a default and an option; a request beyond one is told which.
+
+use std::time::Duration;
+
+/// What a server takes at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences that are computed at once. Each prompt of a request is one.
+    pub max_running: usize,
+    /// Sequences that wait beside them.
+    pub max_waiting: usize,
+    /// Tokens of a sequence, prompt and answer; the model's positions where they are fewer, or when none.
+    pub max_len: Option<usize>,
+    /// Bytes of keys and values in the cache, of all sequences and kept prefixes together.
+    pub max_cache_bytes: u64,
+    /// Bytes of a request's body.
+    pub max_body_bytes: usize,
+    /// Prefixes that are kept for prompts to come; 0 for none.
+    pub max_prefixes: usize,
+    /// Tokens of prompts that enter between two steps of the answers: of one sequence, Algorithm 2's S'.
+    pub chunk: usize,
+    /// Time that requests have to end in after the server was asked to stop.
+    pub grace: Duration,
+}
+
+impl Limits {
+    /// Sequences that a server holds, computed and waiting.
+    pub(crate) fn max_sequences(&self) -> usize {
+        self.max_running + self.max_waiting
+    }
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_running: 64,
+            max_waiting: 256,
+            max_len: None,
+            max_cache_bytes: 4_000_000_000,
+            max_body_bytes: 4 << 20,
+            max_prefixes: 32,
+            chunk: 256,
+            grace: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Connections that are open at once; more wait in the system's queue. Most of a connection is idle.
+pub(crate) const MAX_CONNECTIONS: usize = 1024;
+/// Time that a client has to send its request's head in, and to keep an idle connection.
+pub(crate) const HEAD_TIME: Duration = Duration::from_secs(60);
+/// Time that a client has to send its request's body in.
+pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
+/// Prompts of one request.
+pub(crate) const MAX_PROMPTS: usize = 128;
+/// Alternatives that are listed of a token.
+pub(crate) const MAX_LOGPROBS: usize = 20;
+/// Strings that end a text.
+pub(crate) const MAX_STOPS: usize = 16;
+/// Bytes of such a string.
+pub(crate) const MAX_STOP_BYTES: usize = 1024;
+/// Texts that become tokens at once: work of whole cores, taken from the decoder.
+pub(crate) const MAX_ENCODERS: usize = 2;
+/// Tokens of a completion that names no number, as OpenAI has it.
+pub(crate) const DEFAULT_COMPLETION_TOKENS: usize = 16;
+/// Tokens of a chat's answer that names no number, where so many are left.
+pub(crate) const DEFAULT_CHAT_TOKENS: usize = 1024;

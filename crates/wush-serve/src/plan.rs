@@ -1,0 +1,401 @@
+//! A request's fields become a plan: what is computed, checked against the model and the server's limits. Nothing downstream
+//! looks at fields again.
+
+use axum::http::StatusCode;
+use serde::Deserialize;
+use serde_json::json;
+use wush_checkpoint::chat::{ChatTemplate, Message};
+use wush_checkpoint::tokenizer::TextTokenizer;
+use wush_generate::{Sampler, Sampling, longest, most_bytes};
+use wush_model::spec::ModelSpec;
+use wush_runtime::CacheConfig;
+
+use crate::error::ApiError;
+use crate::fields::Fields;
+use crate::limits::{
+    DEFAULT_CHAT_TOKENS, DEFAULT_COMPLETION_TOKENS, Limits, MAX_LOGPROBS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_STOPS,
+};
+
+/// Fields that say who asks or how to account, and change no answer.
+const WITHOUT_EFFECT: &[&str] =
+    &["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"];
+
+/// The model, as far as requests are checked against it.
+pub(crate) struct Shape {
+    pub(crate) spec: ModelSpec,
+    pub(crate) config: CacheConfig,
+    pub(crate) limits: Limits,
+}
+
+/// A prompt's tokens and, for an echo, its text.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Prompt {
+    pub(crate) ids: Vec<u32>,
+    pub(crate) text: String,
+    /// Tokens to add at most.
+    pub(crate) max_new: usize,
+    /// Bytes that the sequence may take in the cache.
+    pub(crate) n_bytes: u64,
+}
+
+/// What both endpoints take.
+#[derive(Debug)]
+pub(crate) struct Options {
+    pub(crate) max_new: Option<usize>,
+    pub(crate) sampler: Sampler,
+    pub(crate) stops: Vec<String>,
+    pub(crate) streams: bool,
+    /// Whether a stream ends with the counts of tokens.
+    pub(crate) tells_usage: bool,
+    pub(crate) ignores_end: bool,
+    /// Alternatives to list of every token; none for no log probabilities.
+    pub(crate) n_top: Option<usize>,
+    /// Whether the prompt stands before the answer.
+    pub(crate) echoes: bool,
+}
+
+/// A prompt as it is sent.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum PromptField {
+    Text(String),
+    Texts(Vec<String>),
+    Ids(Vec<u32>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+/// A chat's message as it is sent.
+#[derive(Debug, Deserialize)]
+struct MessageField {
+    role: String,
+    content: ContentField,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum ContentField {
+    Text(String),
+    Parts(Vec<PartField>),
+}
+
+#[derive(Debug, Deserialize)]
+struct PartField {
+    r#type: String,
+    text: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+/// `/v1/completions`: the prompts, still as they were sent, and how to go on.
+///
+/// # Errors
+/// 400, with the field at fault; 404 for another model than `names`.
+pub(crate) fn completion(body: &[u8], names: &[String]) -> Result<(PromptField, Options), ApiError> {
+    let mut fields = Fields::parse(body)?;
+    check_model(&mut fields, names)?;
+    let expected = "text, a list of texts, a list of token ids, or a list of such lists";
+    let prompt = fields.take("prompt", expected)?.ok_or_else(|| missing("prompt"))?;
+    let max_new = fields.count("max_tokens", usize::MAX)?.or(Some(DEFAULT_COMPLETION_TOKENS));
+    let n_top = fields.count("logprobs", MAX_LOGPROBS)?;
+    let echoes = fields.flag("echo")?;
+    fields.neutral(&[("best_of", &[json!(1)]), ("suffix", &[json!("")])])?;
+    let options = Options { max_new, n_top, echoes, ..common(&mut fields)? };
+    fields.finish()?;
+    Ok((prompt, options))
+}
+
+/// `/v1/chat/completions`: the messages and how to go on.
+///
+/// # Errors
+/// As [`completion`].
+pub(crate) fn chat(body: &[u8], names: &[String]) -> Result<(Vec<Message>, Options), ApiError> {
+    let mut fields = Fields::parse(body)?;
+    check_model(&mut fields, names)?;
+    let expected = "a list of objects with role and content, text or a list of text parts";
+    let messages: Vec<MessageField> = fields.take("messages", expected)?.ok_or_else(|| missing("messages"))?;
+    let messages = messages.into_iter().map(message).collect::<Result<Vec<_>, _>>()?;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "messages: expected at least one"));
+    }
+    let older = fields.count("max_tokens", usize::MAX)?;
+    let max_new = fields.count("max_completion_tokens", usize::MAX)?.or(older);
+    let n_top = fields.count("top_logprobs", MAX_LOGPROBS)?;
+    let n_top = match (fields.flag("logprobs")?, n_top) {
+        (true, n_top) => Some(n_top.unwrap_or(0)),
+        (false, None) => None,
+        (false, Some(_)) => return Err(ApiError::invalid("top_logprobs", "top_logprobs: only with logprobs true")),
+    };
+    let text = json!({ "type": "text" });
+    fields.neutral(&[
+        ("response_format", &[text]),
+        ("tools", &[]),
+        ("tool_choice", &[json!("none"), json!("auto")]),
+        ("functions", &[]),
+        ("modalities", &[json!(["text"])]),
+    ])?;
+    fields.ignore(&["parallel_tool_calls"]);
+    let options = Options { max_new, n_top, ..common(&mut fields)? };
+    fields.finish()?;
+    Ok((messages, options))
+}
+
+/// What both endpoints know under the same name.
+fn common(fields: &mut Fields) -> Result<Options, ApiError> {
+    fields.ignore(WITHOUT_EFFECT);
+    let (zero, one) = (json!(0), json!(1));
+    fields.neutral(&[
+        ("n", &[one]),
+        ("presence_penalty", &[zero.clone()]),
+        ("frequency_penalty", &[zero]),
+        ("logit_bias", &[]),
+    ])?;
+    let streams = fields.flag("stream")?;
+    let stream_options: Option<StreamOptions> =
+        fields.take("stream_options", "an object with include_usage, and nothing else")?;
+    Ok(Options {
+        max_new: None,
+        sampler: sampler(fields)?,
+        stops: stops(fields)?,
+        streams,
+        tells_usage: stream_options.unwrap_or_default().include_usage.unwrap_or(false),
+        ignores_end: fields.flag("ignore_eos")?,
+        n_top: None,
+        echoes: false,
+    })
+}
+
+fn sampler(fields: &mut Fields) -> Result<Sampler, ApiError> {
+    let temperature = fields.take("temperature", "a number, 0 or above")?.unwrap_or(1.0);
+    let top_p = fields.take("top_p", "a number above 0 and at most 1")?.unwrap_or(1.0);
+    // vLLM's way to say all.
+    let top_k: Option<i64> = fields.take("top_k", "a whole number, at least 1, or -1 or 0 for all")?;
+    let top_k = top_k.filter(|&k| k != -1 && k != 0);
+    let top_k =
+        top_k.map(|k| usize::try_from(k).map_err(|_| ApiError::invalid("top_k", "top_k: at least 1"))).transpose()?;
+    let seed: Option<i64> = fields.take("seed", "a whole number of 64 bits")?;
+    let seed = seed.map_or_else(fresh_seed, i64::cast_unsigned);
+    let sampling = Sampling { temperature, top_k, top_p, seed };
+    // A temperature of 0 looks at nothing else; clients send top_p beside it all the same.
+    Sampler::new(sampling).map_err(|error| {
+        let message = error.to_string().replace("top-p", "top_p").replace("top-k", "top_k");
+        ApiError::invalid(None, message)
+    })
+}
+
+/// Another number every time.
+pub(crate) fn fresh_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish()
+}
+
+fn stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Field {
+        One(String),
+        Many(Vec<String>),
+    }
+    let expected = format!("text or a list of at most {MAX_STOPS} texts");
+    let stops = match fields.take("stop", &expected)? {
+        None => Vec::new(),
+        Some(Field::One(stop)) => vec![stop],
+        Some(Field::Many(stops)) => stops,
+    };
+    let fits = |stop: &String| !stop.is_empty() && stop.len() <= MAX_STOP_BYTES;
+    if stops.len() > MAX_STOPS || !stops.iter().all(fits) {
+        let message = format!("stop: expected {expected}, of 1 to {MAX_STOP_BYTES} bytes each");
+        return Err(ApiError::invalid("stop", message));
+    }
+    Ok(stops)
+}
+
+fn check_model(fields: &mut Fields, names: &[String]) -> Result<(), ApiError> {
+    let model: Option<String> = fields.take("model", "text")?;
+    match model {
+        Some(model) if !names.contains(&model) => Err(no_model(names)),
+        _ => Ok(()),
+    }
+}
+
+/// 404 for a model that is not served.
+pub(crate) fn no_model(names: &[String]) -> ApiError {
+    let name = names.first().map_or("", String::as_str);
+    let message = format!("no such model: this server has {name}");
+    ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).at(Some("model".to_owned()))
+}
+
+fn missing(name: &'static str) -> ApiError {
+    ApiError { code: "missing_required_parameter", ..ApiError::invalid(name, format!("{name}: is missing")) }
+}
+
+fn message(field: MessageField) -> Result<Message, ApiError> {
+    let role = match field.role.as_str() {
+        "system" | "developer" => "system",
+        "user" => "user",
+        "assistant" => "assistant",
+        _ => return Err(ApiError::invalid("messages", "messages: role: expected system, user or assistant")),
+    };
+    let content = match field.content {
+        ContentField::Text(text) => text,
+        ContentField::Parts(parts) => {
+            let text = |part: PartField| (part.r#type == "text").then_some(part.text).flatten();
+            let texts: Option<Vec<String>> = parts.into_iter().map(text).collect();
+            texts.ok_or_else(|| ApiError::invalid("messages", "messages: content: this server has only text"))?.concat()
+        }
+    };
+    Ok(Message { role, content })
+}
+
+impl PromptField {
+    /// Prompts of tokens: text is encoded as `wush generate` does it, and token ids are taken as they are.
+    ///
+    /// # Errors
+    /// 400.
+    pub(crate) fn encode(self, tokenizer: &TextTokenizer, echoes: bool) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
+        let of_text = |text: String| {
+            let ids = tokenizer.encode(&text).map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
+            Ok((tokenizer.bos().into_iter().chain(ids).collect(), text))
+        };
+        let of_ids = |ids: Vec<u32>| {
+            let text = if echoes { tokenizer.decode(&ids) } else { Ok(String::new()) };
+            let text = text.map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
+            Ok((ids, text))
+        };
+        match self {
+            Self::Text(text) => Ok(vec![of_text(text)?]),
+            Self::Texts(texts) => bounded(texts)?.into_iter().map(of_text).collect(),
+            Self::Ids(ids) => Ok(vec![of_ids(ids)?]),
+            Self::IdLists(lists) => bounded(lists)?.into_iter().map(of_ids).collect(),
+        }
+    }
+}
+
+fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, ApiError> {
+    match prompts.len() {
+        1..=MAX_PROMPTS => Ok(prompts),
+        n => Err(ApiError::invalid("prompt", format!("prompt: expected 1 to {MAX_PROMPTS} prompts, found {n}"))),
+    }
+}
+
+/// A chat's tokens.
+///
+/// # Errors
+/// 400 for messages that the template refuses.
+pub(crate) fn encode_chat(
+    template: &ChatTemplate,
+    tokenizer: &TextTokenizer,
+    messages: &[Message],
+) -> Result<(Vec<u32>, String), ApiError> {
+    let text = template.render(messages, std::time::SystemTime::now());
+    let encoded = text.and_then(|text| tokenizer.encode(&text));
+    Ok((encoded.map_err(|error| ApiError::invalid("messages", error.to_string()))?, String::new()))
+}
+
+impl Shape {
+    /// A prompt that the model and the cache have room for. `max_new` is what was asked for; without it a chat's answer has what
+    /// is left, up to a bound.
+    ///
+    /// # Errors
+    /// 400: no tokens, ids that the model does not have, more tokens than it reaches or the cache holds.
+    pub(crate) fn prompt(&self, (ids, text): (Vec<u32>, String), max_new: Option<usize>) -> Result<Prompt, ApiError> {
+        let n_prompt = ids.len();
+        if n_prompt == 0 {
+            return Err(ApiError::invalid("prompt", "the prompt is empty"));
+        }
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= self.spec.vocab_size) {
+            let message = format!("prompt: token id {id} is not below the vocabulary size {}", self.spec.vocab_size);
+            return Err(ApiError::invalid("prompt", message));
+        }
+        let longest = longest(&self.spec, n_prompt).min(self.limits.max_len.unwrap_or(usize::MAX));
+        // The last token is never fed back.
+        let room = (longest + 1).checked_sub(n_prompt);
+        let max_new = max_new.or_else(|| room.map(|room| room.min(DEFAULT_CHAT_TOKENS))).unwrap_or(0);
+        if room.is_none_or(|room| n_prompt > longest || max_new > room) {
+            let message = format!("{n_prompt} tokens of prompt and {max_new} to come, at most {longest} fit");
+            return Err(ApiError { code: "context_length_exceeded", ..ApiError::invalid("prompt", message) });
+        }
+        let n_tokens = n_prompt + max_new.saturating_sub(1);
+        let n_bytes = most_bytes(&self.config, n_tokens, self.limits.chunk);
+        let n_bytes = n_bytes.map_err(|error| ApiError::internal(error.to_string()))?;
+        let budget = self.limits.max_cache_bytes;
+        if n_bytes > budget {
+            let message = format!("{n_tokens} tokens may take {n_bytes} bytes of the cache, which has {budget}");
+            return Err(ApiError { code: "cache_exceeded", ..ApiError::invalid("prompt", message) });
+        }
+        Ok(Prompt { ids, text, max_new, n_bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names() -> Vec<String> {
+        vec!["m".to_owned()]
+    }
+
+    #[test]
+    fn what_lm_eval_sends_is_understood() {
+        let body = br#"{"prompt": [[1, 2], [3]], "model": "m", "max_tokens": 1, "temperature": 0, "logprobs": 1,
+            "seed": 1234, "echo": true}"#;
+        let (prompt, options) = completion(body, &names()).expect("valid");
+        assert!(matches!(prompt, PromptField::IdLists(lists) if lists == [vec![1, 2], vec![3]]));
+        assert_eq!((options.max_new, options.n_top, options.echoes, options.streams), (Some(1), Some(1), true, false));
+    }
+
+    #[test]
+    fn every_field_is_checked_and_named() {
+        for (body, param) in [
+            (r#"{}"#, "prompt"),
+            (r#"{"prompt": 3}"#, "prompt"),
+            (r#"{"prompt": [1, -2]}"#, "prompt"),
+            (r#"{"prompt": "a", "model": "other"}"#, "model"),
+            (r#"{"prompt": "a", "max_tokens": -1}"#, "max_tokens"),
+            (r#"{"prompt": "a", "max_tokens": 1.5}"#, "max_tokens"),
+            (r#"{"prompt": "a", "logprobs": 21}"#, "logprobs"),
+            (r#"{"prompt": "a", "n": 2}"#, "n"),
+            (r#"{"prompt": "a", "best_of": 2}"#, "best_of"),
+            (r#"{"prompt": "a", "presence_penalty": 0.5}"#, "presence_penalty"),
+            (r#"{"prompt": "a", "logit_bias": {"5": 1}}"#, "logit_bias"),
+            (r#"{"prompt": "a", "stop": ["a", 1]}"#, "stop"),
+            (r#"{"prompt": "a", "stop": ""}"#, "stop"),
+            (r#"{"prompt": "a", "top_k": -2}"#, "top_k"),
+            (r#"{"prompt": "a", "seed": "x"}"#, "seed"),
+            (r#"{"prompt": "a", "stream": 1}"#, "stream"),
+            (r#"{"prompt": "a", "stream_options": {"x": 1}}"#, "stream_options"),
+            (r#"{"prompt": "a", "colour": "red"}"#, "colour"),
+        ] {
+            let error = completion(body.as_bytes(), &names()).expect_err(body);
+            assert_eq!(error.param.as_deref(), Some(param), "{body}: {error:?}");
+        }
+        for body in [r#"{"prompt": "a", "temperature": -1}"#, r#"{"prompt": "a", "top_p": 0}"#] {
+            assert_eq!(completion(body.as_bytes(), &names()).expect_err(body).status, StatusCode::BAD_REQUEST);
+        }
+    }
+
+    #[test]
+    fn chats_have_text_of_known_roles() {
+        let body = r#"{"messages": [{"role": "developer", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]}],
+            "max_completion_tokens": 5, "logprobs": true}"#;
+        let (messages, options) = chat(body.as_bytes(), &names()).expect("valid");
+        let texts: Vec<_> = messages.iter().map(|m| (m.role, m.content.as_str())).collect();
+        assert_eq!(texts, [("system", "a"), ("user", "bc")]);
+        assert_eq!((options.max_new, options.n_top), (Some(5), Some(0)));
+        for (body, param) in [
+            (r#"{"messages": []}"#, "messages"),
+            (r#"{"messages": [{"role": "tool", "content": "a"}]}"#, "messages"),
+            (r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#, "messages"),
+            (r#"{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}"#, "top_logprobs"),
+            (r#"{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}"#, "tools"),
+            (r#"{"messages": [{"role": "user", "content": "a"}], "echo": true}"#, "echo"),
+        ] {
+            let error = chat(body.as_bytes(), &names()).expect_err(body);
+            assert_eq!(error.param.as_deref(), Some(param), "{body}: {error:?}");
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! The endpoints. Enters: HTTP requests. Leaves: answers, whole or as server-sent events. A request's way: key, body (bounded in
+//! bytes and time), plan, engine, text.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures::stream::poll_fn;
+use serde_json::{Value, json};
+use tokio::sync::mpsc::{Sender, UnboundedReceiver, channel, unbounded_channel};
+use tokio::sync::{Semaphore, oneshot};
+use wush_checkpoint::chat::ChatTemplate;
+use wush_checkpoint::tokenizer::TextTokenizer;
+
+use crate::auth::ApiKey;
+use crate::engine::{Census, Finish, Job, Message, Told};
+use crate::error::ApiError;
+use crate::limits::{BODY_TIME, MAX_ENCODERS};
+use crate::metrics::Metrics;
+use crate::plan::{self, Options, Prompt, Shape, no_model};
+use crate::reply::{Form, Heading, Piece, Usage};
+use crate::text::{Delta, Writer, prompt_entries};
+
+/// Pieces of a stream that wait for a slow reader; more wait as tokens.
+const PIECES_AHEAD: usize = 16;
+
+/// What all requests share.
+pub(crate) struct App {
+    /// The model's name, and what else it may be called.
+    pub(crate) names: Vec<String>,
+    pub(crate) tokenizer: TextTokenizer,
+    pub(crate) template: Option<ChatTemplate>,
+    pub(crate) shape: Shape,
+    pub(crate) key: Option<ApiKey>,
+    pub(crate) engine: std::sync::mpsc::Sender<Message>,
+    /// Sequences that may still come.
+    pub(crate) places: Arc<Semaphore>,
+    pub(crate) encoders: Semaphore,
+    pub(crate) metrics: Arc<Metrics>,
+    /// Whether the server was asked to stop, or the engine is gone.
+    pub(crate) stops: Arc<AtomicBool>,
+    pub(crate) number: AtomicU64,
+}
+
+type Shared = State<Arc<App>>;
+
+/// All endpoints.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let router = Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat_completions))
+        .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "not_found", "no such endpoint") })
+        .method_not_allowed_fallback(|| async {
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this endpoint has another method")
+        });
+    router.layer(middleware::from_fn_with_state(app.clone(), guard)).with_state(app)
+}
+
+/// Before and after every endpoint: the key, and the count of requests.
+async fn guard(State(app): Shared, request: Request, next: Next) -> Response {
+    let endpoint = match request.uri().path() {
+        "/health" => "health",
+        "/metrics" => "metrics",
+        "/v1/completions" => "completions",
+        "/v1/chat/completions" => "chat",
+        path if path.starts_with("/v1/models") => "models",
+        _ => "other",
+    };
+    let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let is_let_in = endpoint == "health" || app.key.as_ref().is_none_or(|key| key.is_in(sent));
+    let response = if is_let_in {
+        next.run(request).await
+    } else {
+        let message = "the request has no valid key: send Authorization: Bearer KEY";
+        ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message).into_response()
+    };
+    app.metrics.count_request(endpoint, response.status().as_u16());
+    response
+}
+
+async fn health(State(app): Shared) -> Response {
+    if app.stops.load(Ordering::Relaxed) {
+        return ApiError::stopping().into_response();
+    }
+    json_response(&json!({ "status": "ok" }))
+}
+
+async fn metrics(State(app): Shared) -> Response {
+    let text = app.metrics.text(app.census().await, app.shape.limits.max_cache_bytes);
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+async fn models(State(app): Shared) -> Response {
+    json_response(&json!({ "object": "list", "data": [app.model_card()] }))
+}
+
+async fn model(State(app): Shared, Path(name): Path<String>) -> Result<Response, ApiError> {
+    if !app.names.contains(&name) {
+        return Err(no_model(&app.names));
+    }
+    Ok(json_response(&app.model_card()))
+}
+
+async fn completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
+    let body = read_body(request, app.shape.limits.max_body_bytes).await?;
+    let (app, prompts, options) = encoding(app, move |app| {
+        let (prompt, options) = plan::completion(&body, &app.names)?;
+        let prompts = prompt.encode(&app.tokenizer, options.echoes)?;
+        app.prompts(prompts, options)
+    })
+    .await?;
+    answer(app, Form::Completion, prompts, options).await
+}
+
+async fn chat_completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
+    let body = read_body(request, app.shape.limits.max_body_bytes).await?;
+    let (app, prompts, options) = encoding(app, move |app| {
+        let (messages, options) = plan::chat(&body, &app.names)?;
+        let Some(template) = &app.template else {
+            let message = "the model has no chat template: send text to /v1/completions";
+            return Err(ApiError { code: "no_chat_template", ..ApiError::invalid("messages", message) });
+        };
+        app.prompts(vec![plan::encode_chat(template, &app.tokenizer, &messages)?], options)
+    })
+    .await?;
+    answer(app, Form::Chat, prompts, options).await
+}
+
+/// A body that is JSON, of at most `most` bytes, and comes in time. A type of content that a page of another origin can send
+/// without asking is refused with all others.
+async fn read_body(request: Request, most: usize) -> Result<Bytes, ApiError> {
+    let (head, body) = request.into_parts();
+    let of_header = |name| head.headers.get(name).and_then(|value: &header::HeaderValue| value.to_str().ok());
+    let kind = of_header(header::CONTENT_TYPE).and_then(|kind| kind.split(';').next()).unwrap_or_default();
+    if !kind.trim().eq_ignore_ascii_case("application/json") {
+        let message = "the body must be JSON: send Content-Type: application/json";
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "not_json", message));
+    }
+    let too_large = || {
+        let message = format!("the body has more than {most} bytes");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+    };
+    let length = of_header(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+    if length.is_some_and(|length| length > most as u64) {
+        return Err(too_large());
+    }
+    // One byte more than may be, so that too large differs from cut off.
+    let reading = axum::body::to_bytes(body, most.saturating_add(1));
+    match tokio::time::timeout(BODY_TIME, reading).await {
+        Ok(Ok(body)) if body.len() <= most => Ok(body),
+        Ok(Ok(_)) => Err(too_large()),
+        Ok(Err(_)) if length.is_none() => Err(too_large()),
+        Ok(Err(_)) => Err(ApiError::invalid(None, "the body was cut off")),
+        Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", "the body did not come in time")),
+    }
+}
+
+/// Runs `work`, which takes a core's time, beside the threads that answer; so much of it at once, and no more.
+async fn encoding<T: Send + 'static, U: Send + 'static>(
+    app: Arc<App>,
+    work: impl FnOnce(&App) -> Result<(T, U), ApiError> + Send + 'static,
+) -> Result<(Arc<App>, T, U), ApiError> {
+    let turn = app.encoders.acquire().await.map_err(|_| ApiError::stopping())?;
+    let shared = app.clone();
+    let done = tokio::task::spawn_blocking(move || work(&shared)).await;
+    drop(turn);
+    let (prompts, options) = done.map_err(|_| ApiError::internal("a thread panicked"))??;
+    Ok((app, prompts, options))
+}
+
+impl App {
+    /// Encoders' turns.
+    pub(crate) fn turns() -> Semaphore {
+        Semaphore::new(MAX_ENCODERS)
+    }
+
+    async fn census(&self) -> Option<Census> {
+        let (reply, census) = oneshot::channel();
+        self.engine.send(Message::Census(reply)).ok()?;
+        census.await.ok()
+    }
+
+    fn model_card(&self) -> Value {
+        let limits = &self.shape.limits;
+        let longest = self.shape.spec.max_position_embeddings.min(limits.max_len.unwrap_or(usize::MAX));
+        json!({ "id": self.names[0], "object": "model", "created": 0, "owned_by": "wush", "max_model_len": longest })
+    }
+
+    fn prompts(&self, prompts: Vec<(Vec<u32>, String)>, options: Options) -> Result<(Vec<Prompt>, Options), ApiError> {
+        let checked = prompts.into_iter().map(|prompt| self.shape.prompt(prompt, options.max_new));
+        Ok((checked.collect::<Result<_, _>>()?, options))
+    }
+
+    /// Hands prompts to the engine, all or none.
+    fn submit(&self, prompts: &[Prompt], options: &Options) -> Result<Answer, ApiError> {
+        if self.stops.load(Ordering::Relaxed) {
+            return Err(ApiError::stopping());
+        }
+        let most = self.shape.limits.max_sequences();
+        if prompts.len() > most {
+            let message = format!("{} prompts, this server takes {most} at most at once", prompts.len());
+            return Err(ApiError::invalid("prompt", message));
+        }
+        let full = || {
+            let message = "too many requests wait already: try again later";
+            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", message)
+        };
+        let places = prompts.iter().map(|_| self.places.clone().try_acquire_owned().map_err(|_| full()));
+        let places = places.collect::<Result<Vec<_>, _>>()?;
+        let (told, events) = unbounded_channel();
+        let enough: Vec<Arc<AtomicBool>> = prompts.iter().map(|_| Arc::default()).collect();
+        let came = Instant::now();
+        let jobs = prompts.iter().zip(places).zip(&enough).enumerate().map(|(index, ((prompt, place), enough))| Job {
+            index,
+            ids: prompt.ids.clone(),
+            max_new: prompt.max_new,
+            sampler: options.sampler.clone(),
+            n_top: options.n_top,
+            scores_prompt: options.echoes && options.n_top.is_some(),
+            ignores_end: options.ignores_end,
+            n_bytes: prompt.n_bytes,
+            told: told.clone(),
+            enough: enough.clone(),
+            came,
+            _place: place,
+        });
+        self.engine.send(Message::Jobs(jobs.collect())).map_err(|_| ApiError::stopping())?;
+        Ok(Answer { events, enough })
+    }
+}
+
+/// An answer that the engine works on. When it is dropped, the work ends.
+struct Answer {
+    events: UnboundedReceiver<(usize, Told)>,
+    /// One a prompt: set when its text has ended before the engine says so.
+    enough: Vec<Arc<AtomicBool>>,
+}
+
+async fn answer(app: Arc<App>, form: Form, prompts: Vec<Prompt>, options: Options) -> Result<Response, ApiError> {
+    let heading = Heading::new(form, app.number.fetch_add(1, Ordering::Relaxed), &app.names[0]);
+    let answer = app.submit(&prompts, &options)?;
+    if !options.streams {
+        return whole(&app, &heading, answer, &prompts, &options).await;
+    }
+    let (pieces, mut ready) = channel(PIECES_AHEAD);
+    tokio::spawn(async move { stream(&app, &heading, answer, (&prompts, &options), pieces).await });
+    let body = Body::from_stream(poll_fn(move |context| {
+        ready.poll_recv(context).map(|piece: Option<Bytes>| piece.map(Ok::<_, std::convert::Infallible>))
+    }));
+    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
+    Ok((headers, body).into_response())
+}
+
+/// One answer, when all of it is there.
+async fn whole(
+    app: &App,
+    heading: &Heading,
+    answer: Answer,
+    prompts: &[Prompt],
+    options: &Options,
+) -> Result<Response, ApiError> {
+    let mut texts = Texts::new(app, prompts, options, answer);
+    let mut whole: Vec<Piece> = (0..prompts.len()).map(|index| Piece { index, ..Piece::default() }).collect();
+    while let Some(piece) = texts.next().await? {
+        let of = &mut whole[piece.index];
+        of.text += &piece.text;
+        if let Some(entries) = piece.entries {
+            of.entries.get_or_insert_default().extend(entries);
+        }
+        of.finish = of.finish.or(piece.finish);
+    }
+    // Tokens of a stop string are no part of the text.
+    for piece in whole.iter_mut().filter(|_| !options.stops.is_empty()) {
+        let n_chars = piece.text.chars().count();
+        piece.entries.iter_mut().for_each(|entries| entries.retain(|entry| entry.offset < n_chars));
+    }
+    Ok(json_response(&heading.whole(whole, texts.usage)))
+}
+
+/// Pieces as they come, until the end or until nobody reads.
+async fn stream(
+    app: &App,
+    heading: &Heading,
+    answer: Answer,
+    (prompts, options): (&[Prompt], &Options),
+    pieces: Sender<Bytes>,
+) {
+    let mut texts = Texts::new(app, prompts, options, answer);
+    let told = async {
+        if let Some(opening) = heading.opening() {
+            tell(&pieces, &opening).await?;
+        }
+        loop {
+            match texts.next().await {
+                Ok(Some(piece)) if piece.finish.is_none() && piece.text.is_empty() && piece.entries.is_none() => {}
+                Ok(Some(piece)) => tell(&pieces, &heading.piece(piece)).await?,
+                Ok(None) => break,
+                Err(error) => return tell(&pieces, &error.body()).await,
+            }
+        }
+        if options.tells_usage {
+            tell(&pieces, &heading.usage_piece(texts.usage)).await?;
+        }
+        Some(())
+    };
+    tokio::select! {
+        told = told => if told.is_some() {
+            let _ = pieces.send(Bytes::from_static(b"data: [DONE]\n\n")).await;
+        },
+        () = pieces.closed() => {}
+    }
+}
+
+/// One server-sent event; none when nobody reads.
+async fn tell(pieces: &Sender<Bytes>, value: &Value) -> Option<()> {
+    pieces.send(format!("data: {value}\n\n").into()).await.ok()
+}
+
+/// The texts of an answer, from what the engine tells.
+struct Texts<'a> {
+    app: &'a App,
+    prompts: &'a [Prompt],
+    options: &'a Options,
+    answer: Answer,
+    /// None for a text that has ended.
+    writers: Vec<Option<Writer<'a>>>,
+    usage: Usage,
+}
+
+impl<'a> Texts<'a> {
+    fn new(app: &'a App, prompts: &'a [Prompt], options: &'a Options, answer: Answer) -> Self {
+        let writer = |prompt: &'a Prompt| {
+            let n_chars = if options.echoes { prompt.text.chars().count() } else { 0 };
+            Some(Writer::new(&app.tokenizer, &prompt.ids, n_chars, &options.stops))
+        };
+        let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
+        let usage = Usage { n_prompt, ..Usage::default() };
+        Self { app, prompts, options, answer, writers: prompts.iter().map(writer).collect(), usage }
+    }
+
+    /// What comes next; none when every text has ended.
+    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
+        while self.writers.iter().any(Option::is_some) {
+            // The engine tells the end of everything, unless it is gone.
+            let (index, told) = self.answer.events.recv().await.ok_or_else(ApiError::stopping)?;
+            if self.writers[index].is_some()
+                && let Some(piece) = self.piece(index, told)?
+            {
+                return Ok(Some(piece));
+            }
+        }
+        Ok(None)
+    }
+
+    fn piece(&mut self, index: usize, told: Told) -> Result<Option<Piece>, ApiError> {
+        let failed = |error: wush_checkpoint::CheckpointError| ApiError::internal(error.to_string());
+        let scores = self.options.n_top.is_some();
+        let (delta, finish) = match told {
+            Told::Prompt { n_reused, scored } => {
+                self.usage.n_reused += n_reused;
+                if !self.options.echoes {
+                    return Ok(None);
+                }
+                let Prompt { ids, text, .. } = &self.prompts[index];
+                let entries =
+                    if scores { prompt_entries(&self.app.tokenizer, ids, scored).map_err(failed)? } else { Vec::new() };
+                (Delta { text: text.clone(), entries, is_stopped: false }, None)
+            }
+            Told::Token { id, scored } => {
+                self.usage.n_new += 1;
+                let writer = self.writers[index].as_mut().expect("looked at by next");
+                let delta = writer.push(id, scored).map_err(failed)?;
+                let finish = delta.is_stopped.then_some(Finish::Stop);
+                (delta, finish)
+            }
+            Told::End(finish) => {
+                let writer = self.writers[index].take().expect("looked at by next");
+                let delta = writer.finish().map_err(failed)?;
+                let finish = if delta.is_stopped { Finish::Stop } else { finish };
+                (delta, Some(finish))
+            }
+            Told::Stopping => return Err(ApiError::stopping()),
+            Told::Failed(message) => return Err(ApiError::internal(message)),
+        };
+        if finish.is_some() {
+            self.writers[index] = None;
+            self.answer.enough[index].store(true, Ordering::Relaxed);
+        }
+        Ok(Some(Piece { index, text: delta.text, entries: scores.then_some(delta.entries), finish }))
+    }
+}
+
+fn json_response(value: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}

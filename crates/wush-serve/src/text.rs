@@ -1,0 +1,200 @@
+//! An answer's tokens as text, while they come. Enters: tokens, in order. Leaves: text in whole characters, up to the first stop
+//! string, and of each token what it says and where in the text it begins.
+
+use wush_checkpoint::Result;
+use wush_checkpoint::stream::TextStream;
+use wush_checkpoint::tokenizer::TextTokenizer;
+
+use crate::score::Scored;
+
+/// What a decoder gives for bytes that are no character.
+const REPLACEMENT: char = '\u{fffd}';
+
+/// A token and what the model says of it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Entry {
+    pub(crate) token: String,
+    /// Of the first token of a text the model says nothing.
+    pub(crate) scored: Option<EntryScores>,
+    /// Characters of the text before it.
+    pub(crate) offset: usize,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct EntryScores {
+    pub(crate) logprob: f64,
+    /// The most likely tokens, most likely first.
+    pub(crate) top: Vec<(String, f64)>,
+}
+
+/// What became known of a text.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Delta {
+    pub(crate) text: String,
+    pub(crate) entries: Vec<Entry>,
+    /// A stop string ends the text here.
+    pub(crate) is_stopped: bool,
+}
+
+/// One text that grows.
+pub(crate) struct Writer<'a> {
+    tokenizer: &'a TextTokenizer,
+    stream: TextStream<'a>,
+    stops: &'a [String],
+    /// Text that may be the beginning of a stop string.
+    held: String,
+    /// Characters of all text, with what is held.
+    n_chars: usize,
+}
+
+impl<'a> Writer<'a> {
+    /// Text after a prompt, of which `n_chars` characters stand before it.
+    pub(crate) fn new(tokenizer: &'a TextTokenizer, prompt: &[u32], n_chars: usize, stops: &'a [String]) -> Self {
+        Self { tokenizer, stream: TextStream::after(tokenizer, prompt), stops, held: String::new(), n_chars }
+    }
+
+    /// One token more. After a delta that is stopped nothing may follow.
+    ///
+    /// # Errors
+    /// `Tokenizer`.
+    pub(crate) fn push(&mut self, id: u32, scored: Option<Scored>) -> Result<Delta> {
+        let entry = scored.map(|scored| entry(self.tokenizer, id, Some(scored), self.n_chars)).transpose()?;
+        let text = self.stream.push(id)?;
+        let delta = self.release(&text);
+        Ok(Delta { entries: entry.into_iter().collect(), ..delta })
+    }
+
+    /// What is left at the end.
+    ///
+    /// # Errors
+    /// As [`Writer::push`].
+    pub(crate) fn finish(mut self) -> Result<Delta> {
+        let rest = std::mem::replace(&mut self.stream, TextStream::after(self.tokenizer, &[])).finish()?;
+        let delta = self.release(&rest);
+        if delta.is_stopped {
+            return Ok(delta);
+        }
+        Ok(Delta { text: delta.text + &self.held, ..delta })
+    }
+
+    /// Adds `text` to what is held, and lets go of what begins no stop string.
+    fn release(&mut self, text: &str) -> Delta {
+        self.n_chars += text.chars().count();
+        self.held.push_str(text);
+        let found = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
+        if let Some(at) = found {
+            self.held.truncate(at);
+            return Delta { text: std::mem::take(&mut self.held), is_stopped: true, ..Delta::default() };
+        }
+        let begins = |at: &usize| self.stops.iter().any(|stop| stop.starts_with(&self.held[*at..]));
+        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
+        let first = self.held.len().saturating_sub(longest);
+        let keep = self.held.char_indices().map(|(at, _)| at).filter(|&at| at >= first).find(begins);
+        let kept = self.held.split_off(keep.unwrap_or(self.held.len()));
+        Delta { text: std::mem::replace(&mut self.held, kept), ..Delta::default() }
+    }
+}
+
+/// The tokens of a prompt; `scored` is of all but the first.
+///
+/// # Errors
+/// `Tokenizer`.
+pub(crate) fn prompt_entries(tokenizer: &TextTokenizer, ids: &[u32], scored: Vec<Scored>) -> Result<Vec<Entry>> {
+    let mut writer = Writer::new(tokenizer, &[], 0, &[]);
+    let scored = std::iter::once(None).chain(scored.into_iter().map(Some));
+    ids.iter()
+        .zip(scored)
+        .map(|(&id, scored)| {
+            let entry = entry(tokenizer, id, scored, writer.n_chars)?;
+            writer.push(id, None)?;
+            Ok(entry)
+        })
+        .collect()
+}
+
+fn entry(tokenizer: &TextTokenizer, id: u32, scored: Option<Scored>, offset: usize) -> Result<Entry> {
+    let token = token_text(tokenizer, id)?;
+    let scores = |Scored { logprob, top }: Scored| -> Result<EntryScores> {
+        let top = top.into_iter().map(|(id, logprob)| Ok((token_text(tokenizer, id)?, logprob)));
+        Ok(EntryScores { logprob, top: top.collect::<Result<_>>()? })
+    };
+    Ok(Entry { token, scored: scored.map(scores).transpose()?, offset })
+}
+
+/// A token's own text; its number where it is no whole characters.
+fn token_text(tokenizer: &TextTokenizer, id: u32) -> Result<String> {
+    let text = tokenizer.decode(&[id])?;
+    Ok(if text.contains(REPLACEMENT) { format!("token_id:{id}") } else { text })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn tokenizer() -> TextTokenizer {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
+        TextTokenizer::open(&dir).expect("the demo model's tokenizer")
+    }
+
+    /// What a text becomes, token by token, and whether a stop string ended it.
+    fn written(text: &str, stops: &[&str]) -> (Vec<String>, bool) {
+        let tokenizer = tokenizer();
+        let stops: Vec<String> = stops.iter().map(|&stop| stop.to_owned()).collect();
+        let mut writer = Writer::new(&tokenizer, &[], 0, &stops);
+        let mut pieces = Vec::new();
+        for id in tokenizer.encode(text).expect("encoded") {
+            let delta = writer.push(id, None).expect("decoded");
+            pieces.push(delta.text);
+            if delta.is_stopped {
+                return (pieces, true);
+            }
+        }
+        let last = writer.finish().expect("decoded");
+        pieces.push(last.text);
+        (pieces, last.is_stopped)
+    }
+
+    #[test]
+    fn text_ends_before_the_first_stop_string_wherever_tokens_end() {
+        let text = "The river ran, and caf\u{e9} \u{1f389} lights went out. The end";
+        for (stops, expected) in [
+            (vec![], text),
+            (vec!["nowhere", " lights on"], text),
+            (vec![" lights"], "The river ran, and caf\u{e9} \u{1f389}"),
+            (vec!["ver r", "an,"], "The ri"),
+            (vec!["\u{1f389}"], "The river ran, and caf\u{e9} "),
+            (vec!["T"], ""),
+            (vec!["end"], "The river ran, and caf\u{e9} \u{1f389} lights went out. The "),
+        ] {
+            let (pieces, is_stopped) = written(text, &stops);
+            assert_eq!(pieces.concat(), expected, "{stops:?}");
+            assert_eq!(is_stopped, expected != text, "{stops:?}");
+            assert!(pieces.iter().all(|piece| !piece.contains(REPLACEMENT)), "{pieces:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_held_that_begins_no_stop_string() {
+        let (pieces, _) = written("one two three four", &["three five"]);
+        assert!(pieces[..pieces.len() - 1].concat().starts_with("one two "), "{pieces:?}");
+        assert_eq!(pieces.concat(), "one two three four");
+    }
+
+    #[test]
+    fn entries_say_where_their_tokens_begin() {
+        let tokenizer = tokenizer();
+        let text = "caf\u{e9} \u{1f389} is open";
+        let ids = tokenizer.encode(text).expect("encoded");
+        let scored = vec![Scored { logprob: -1.0, top: vec![(ids[0], -0.5)] }; ids.len() - 1];
+        let entries = prompt_entries(&tokenizer, &ids, scored).expect("decoded");
+        assert_eq!(entries.len(), ids.len());
+        assert!(entries[0].scored.is_none() && entries[1..].iter().all(|entry| entry.scored.is_some()));
+        for entry in entries.iter().filter(|entry| !entry.token.starts_with("token_id:")) {
+            let rest: String = text.chars().skip(entry.offset).collect();
+            assert!(rest.starts_with(&entry.token), "{entry:?}");
+        }
+        assert!(entries.iter().any(|entry| entry.token.starts_with("token_id:")), "a character of several tokens");
+    }
+}
