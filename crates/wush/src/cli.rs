@@ -25,8 +25,7 @@ pub use generate::GenerateArgs;
 pub use serve::ServeArgs;
 
 /// Exit codes, as `--help` and `docs/cli.md` state them.
-pub const EXIT_CODES: &str =
-    "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C, SIGTERM or SIGHUP (`wush serve`: 0).";
+pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 done, but a check failed; 2 an error; 130 stopped by Ctrl-C, SIGTERM or SIGHUP (`wush serve`: 0).";
 
 /// Data-adaptive transforms that make 2-bit KV caches work.
 #[derive(Debug, Parser)]
