@@ -207,7 +207,10 @@ fn an_echo_scores_tokens_as_eval_does() {
             n += ids.len() - 1;
         }
         let rows = report["rows"].as_array().expect("rows");
-        let row = rows.iter().find(|row| row["bits"].to_string() == bits).expect("a row");
+        let row = rows
+            .iter()
+            .find(|row| row["bits"].as_u64().map(|n| n.to_string()).as_deref() == Some(bits))
+            .expect("a row");
         let expected = row["nll"].as_f64().expect("a number");
         let diff = (sum / n as f64 / expected - 1.0).abs();
         println!("{bits} bits: NLL {} here, {expected} by eval, {diff:.1e} apart", sum / n as f64);

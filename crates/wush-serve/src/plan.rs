@@ -146,11 +146,10 @@ pub(crate) fn chat(body: &[u8], names: &[String]) -> Result<(Vec<Message>, Optio
 /// What both endpoints know under the same name.
 fn common(fields: &mut Fields) -> Result<Options, ApiError> {
     fields.ignore(WITHOUT_EFFECT);
-    let (zero, one) = (json!(0), json!(1));
     fields.neutral(&[
-        ("n", &[one]),
-        ("presence_penalty", &[zero.clone()]),
-        ("frequency_penalty", &[zero]),
+        ("n", &[json!(1)]),
+        ("presence_penalty", &[json!(0)]),
+        ("frequency_penalty", &[json!(0)]),
         ("logit_bias", &[]),
     ])?;
     let streams = fields.flag("stream")?;
