@@ -28,8 +28,8 @@ const BLOCK_ROWS: usize = 192;
 /// Partial sums of a dot product: enough independent ones to wait for memory only.
 const LANES: usize = 32;
 
-/// Rows of activations that share one reading of a stored row: their partial sums stay in registers.
-const SHARED_ROWS: usize = 4;
+/// Rows of activations that share one widening of a stored row: they stay in a core's first-level cache.
+const SHARED_ROWS: usize = 16;
 
 /// The CPU, with [`StoredMatrix`] weights.
 #[derive(Debug, Clone, Copy)]
@@ -94,33 +94,30 @@ fn one(x: &[f32], products: Vec<Product<'_>>) {
             out.chunks_mut(ROWS_PER_TASK).enumerate().map(move |(task, out)| (weight, task * ROWS_PER_TASK, out))
         })
         .collect();
-    let dots = |scratch: &mut Vec<f32>, (weight, first, out): (TensorView<'_>, usize, &mut [f32])| {
-        dots([x], weight, first, out, scratch);
-    };
-    tasks.into_par_iter().for_each_init(Vec::new, dots);
+    tasks.into_par_iter().for_each_init(Vec::new, |scratch, (weight, first, out)| dots(x, weight, first, out, scratch));
 }
 
-/// A few rows of activations: tasks by rows of the weight, [`SHARED_ROWS`] at a time, each sum as in [`one`].
+/// A few rows of activations: tasks by rows of the weight, each widened once for [`SHARED_ROWS`] and summed as in [`one`].
 fn few(x: &[f32], weight: TensorView<'_>, out: &mut [f32]) {
     let [n_out, depth] = [weight.shape[0], weight.shape[1]];
     let blocks: Vec<(usize, Vec<f32>)> = (0..n_out)
         .into_par_iter()
         .step_by(ROWS_PER_TASK)
-        .map_init(Vec::new, |scratch, first| {
-            let n_weights = ROWS_PER_TASK.min(n_out - first);
-            let mut block = vec![0.0; x.len() / depth * n_weights];
-            let shared = (x.chunks(SHARED_ROWS * depth)).zip(block.chunks_mut(SHARED_ROWS * n_weights));
-            for (x, block) in shared {
-                let row = |row: usize| &x[row * depth..(row + 1) * depth];
-                match x.len() / depth {
-                    4 => dots([row(0), row(1), row(2), row(3)], weight, first, block, scratch),
-                    3 => dots([row(0), row(1), row(2)], weight, first, block, scratch),
-                    2 => dots([row(0), row(1)], weight, first, block, scratch),
-                    _ => dots([row(0)], weight, first, block, scratch),
+        .map_init(
+            || vec![0.0; depth],
+            |widened, first| {
+                let n_weights = ROWS_PER_TASK.min(n_out - first);
+                let mut block = vec![0.0; x.len() / depth * n_weights];
+                let shared = x.chunks(SHARED_ROWS * depth).zip(block.chunks_mut(SHARED_ROWS * n_weights));
+                for (x, block) in shared {
+                    for i in 0..n_weights {
+                        widen::into(weight, (first + i) * depth, widened);
+                        dots_of_rows(x, widened, &mut block[i..], n_weights);
+                    }
                 }
-            }
-            (first, block)
-        })
+                (first, block)
+            },
+        )
         .collect();
     for (first, block) in blocks {
         let n_weights = ROWS_PER_TASK.min(n_out - first);
@@ -130,66 +127,63 @@ fn few(x: &[f32], weight: TensorView<'_>, out: &mut [f32]) {
     }
 }
 
-/// `out[r][i] = W[first + i] · x[r]`, `out` being `[R, rows of W]`. Sums in [`LANES`] parts in f32, the same whatever the vector
-/// width and the number of rows.
-fn dots<const R: usize>(x: [&[f32]; R], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
-    let (depth, n_weights) = (weight.shape[1], out.len() / R);
+/// `out[r · stride] = weight · x[r]` for every row of `x`.
+fn dots_of_rows(x: &[f32], weight: &[f32], out: &mut [f32], stride: usize) {
+    elementwise::vectorized(
+        #[inline(always)]
+        || {
+            for (x, out) in x.chunks_exact(weight.len()).zip(out.iter_mut().step_by(stride)) {
+                *out = dot(weight, x, |&w| w);
+            }
+        },
+    );
+}
+
+/// `out[i] = W[first + i] · x`. Sums in [`LANES`] parts in f32, the same whatever the vector width.
+fn dots(x: &[f32], weight: TensorView<'_>, first: usize, out: &mut [f32], scratch: &mut Vec<f32>) {
     if weight.dtype == Dtype::BF16 {
-        return dots_bf16(x, &weight.bytes[first * 2 * depth..], out);
+        return dots_bf16(x, &weight.bytes[first * 2 * x.len()..], out);
     }
-    scratch.resize(depth, 0.0);
-    for i in 0..n_weights {
-        widen::into(weight, (first + i) * depth, scratch);
-        let sums = elementwise::vectorized(
+    scratch.resize(x.len(), 0.0);
+    for (i, out) in out.iter_mut().enumerate() {
+        widen::into(weight, (first + i) * x.len(), scratch);
+        *out = elementwise::vectorized(
             #[inline(always)]
             || dot(scratch, x, |&w| w),
         );
-        sums.into_iter().enumerate().for_each(|(r, sum)| out[r * n_weights + i] = sum);
     }
 }
 
 /// The same of BF16 rows. A loop and no adapter: a closure that is not inlined would be compiled for the narrowest vectors.
-fn dots_bf16<const R: usize>(x: [&[f32]; R], rows: &[u8], out: &mut [f32]) {
-    let (depth, n_weights) = (x[0].len(), out.len() / R);
+fn dots_bf16(x: &[f32], rows: &[u8], out: &mut [f32]) {
     elementwise::vectorized(
         #[inline(always)]
         || {
-            for i in 0..n_weights {
-                let sums = dot_bf16(rows[i * 2 * depth..(i + 1) * 2 * depth].as_chunks().0, x);
-                for r in 0..R {
-                    out[r * n_weights + i] = sums[r];
-                }
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = dot_bf16(rows[i * 2 * x.len()..(i + 1) * 2 * x.len()].as_chunks().0, x);
             }
         },
     );
 }
 
 #[inline(always)]
-fn dot_bf16<const R: usize>(row: &[[u8; 2]], x: [&[f32]; R]) -> [f32; R] {
+fn dot_bf16(row: &[[u8; 2]], x: &[f32]) -> f32 {
     dot(row, x, |&bytes| f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16))
 }
 
-/// `row · x[r]` for every r: each in the same order, whatever R is.
 #[inline(always)]
-fn dot<T, const R: usize>(row: &[T], x: [&[f32]; R], widen: impl Fn(&T) -> f32) -> [f32; R] {
-    let mut lanes = [[0.0f32; LANES]; R];
-    let (rows, rest) = row.as_chunks::<LANES>();
-    for (at, row) in rows.iter().enumerate() {
-        let mut wide = [0.0f32; LANES];
-        wide.iter_mut().zip(row).for_each(|(wide, w)| *wide = widen(w));
-        for (lanes, x) in lanes.iter_mut().zip(x) {
-            let x = &x[at * LANES..(at + 1) * LANES];
-            for ((lane, w), x) in lanes.iter_mut().zip(&wide).zip(x) {
-                *lane += w * x;
-            }
-        }
-    }
-    for (lanes, x) in lanes.iter_mut().zip(x) {
-        for ((lane, w), x) in lanes.iter_mut().zip(rest).zip(&x[rows.len() * LANES..]) {
+fn dot<T>(row: &[T], x: &[f32], widen: impl Fn(&T) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let ((rows, rest), (xs, x_rest)) = (row.as_chunks::<LANES>(), x.as_chunks::<LANES>());
+    for (row, x) in rows.iter().zip(xs) {
+        for ((lane, w), x) in lanes.iter_mut().zip(row).zip(x) {
             *lane += widen(w) * x;
         }
     }
-    lanes.map(|lanes| lanes.iter().sum())
+    for ((lane, w), x) in lanes.iter_mut().zip(rest).zip(x_rest) {
+        *lane += widen(w) * x;
+    }
+    lanes.iter().sum()
 }
 
 /// Halves the product along the weight's rows until a block is left; the cut depends on the shape alone.
