@@ -28,9 +28,6 @@ const BLOCK_ROWS: usize = 192;
 /// Partial sums of a dot product: enough independent ones to wait for memory only.
 const LANES: usize = 32;
 
-/// Rows of activations that share one widening of a stored row: they stay in a core's first-level cache.
-const SHARED_ROWS: usize = 16;
-
 /// The CPU, with [`StoredMatrix`] weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Stored {
@@ -97,27 +94,19 @@ fn one(x: &[f32], products: Vec<Product<'_>>) {
     tasks.into_par_iter().for_each_init(Vec::new, |scratch, (weight, first, out)| dots(x, weight, first, out, scratch));
 }
 
-/// A few rows of activations: tasks by rows of the weight, each widened once for [`SHARED_ROWS`] and summed as in [`one`].
+/// A few rows of activations: a task takes some rows of the weight, which stay in a core's cache, to each of them as in [`one`].
 fn few(x: &[f32], weight: TensorView<'_>, out: &mut [f32]) {
     let [n_out, depth] = [weight.shape[0], weight.shape[1]];
     let blocks: Vec<(usize, Vec<f32>)> = (0..n_out)
         .into_par_iter()
         .step_by(ROWS_PER_TASK)
-        .map_init(
-            || vec![0.0; depth],
-            |widened, first| {
-                let n_weights = ROWS_PER_TASK.min(n_out - first);
-                let mut block = vec![0.0; x.len() / depth * n_weights];
-                let shared = x.chunks(SHARED_ROWS * depth).zip(block.chunks_mut(SHARED_ROWS * n_weights));
-                for (x, block) in shared {
-                    for i in 0..n_weights {
-                        widen::into(weight, (first + i) * depth, widened);
-                        dots_of_rows(x, widened, &mut block[i..], n_weights);
-                    }
-                }
-                (first, block)
-            },
-        )
+        .map_init(Vec::new, |scratch, first| {
+            let n_weights = ROWS_PER_TASK.min(n_out - first);
+            let mut block = vec![0.0; x.len() / depth * n_weights];
+            let rows = x.chunks_exact(depth).zip(block.chunks_exact_mut(n_weights));
+            rows.for_each(|(x, out)| dots(x, weight, first, out, scratch));
+            (first, block)
+        })
         .collect();
     for (first, block) in blocks {
         let n_weights = ROWS_PER_TASK.min(n_out - first);
@@ -125,18 +114,6 @@ fn few(x: &[f32], weight: TensorView<'_>, out: &mut [f32]) {
             out[first..first + n_weights].copy_from_slice(block);
         }
     }
-}
-
-/// `out[r · stride] = weight · x[r]` for every row of `x`.
-fn dots_of_rows(x: &[f32], weight: &[f32], out: &mut [f32], stride: usize) {
-    elementwise::vectorized(
-        #[inline(always)]
-        || {
-            for (x, out) in x.chunks_exact(weight.len()).zip(out.iter_mut().step_by(stride)) {
-                *out = dot(weight, x, |&w| w);
-            }
-        },
-    );
 }
 
 /// `out[i] = W[first + i] · x`. Sums in [`LANES`] parts in f32, the same whatever the vector width.
