@@ -133,10 +133,11 @@ impl Program {
         Self { path: path.into(), dir: dir.to_owned() }
     }
 
-    /// The command, to be started.
+    /// The command, to be started. It ignores no signal, whatever the tests were started to ignore: a program of wush would go on
+    /// ignoring it.
     pub fn command<A: AsRef<OsStr>>(&self, args: &[A]) -> Command {
-        let mut command = Command::new(&self.path);
-        command.args(args);
+        let mut command = Command::new("env");
+        command.arg("--default-signal=HUP,INT,TERM").arg(&self.path).args(args);
         self.confine(&mut command);
         command
     }
