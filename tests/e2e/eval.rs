@@ -6,7 +6,7 @@ use std::process::{Child, ChildStderr};
 
 use serde_json::Value;
 
-use crate::common::{args, assert_schema, model, on_demo, text, wush};
+use crate::common::{args, assert_schema, edit_tensors, model, on_demo, text, wush};
 use wush_tests::{Outcome, Program, Scratch, names, signal};
 
 /// Windows of 512 tokens, so that most of each is quantized.
@@ -487,4 +487,27 @@ fn windows_that_stay_exact_are_told() {
         let run = program.ok(&[fixed, owned(&["--transform", "hadamard", "--bits", "2"])].concat());
         assert!(run.stdout.contains(expected), "{expected}: {run:?}");
     }
+    let more = ["--transform", "hadamard", "--bits", "2", "--flush", "1000"];
+    let run =
+        program.ok(&[args([&"eval", &"ppl", &model(), &"--text", &text()]), owned(&WINDOWS), owned(&more)].concat());
+    assert!(run.stdout.contains("no 1000 are older than the newest 128"), "{run:?}");
+}
+
+/// A projection that is zero has no error, and would make a geometric mean zero.
+#[test]
+fn a_module_without_an_error_is_left_out_of_the_means_and_told() {
+    let scratch = Scratch::new();
+    let dead = scratch.copy_of(&model(), "dead");
+    edit_tensors(&dead, |tensors| {
+        let (_, _, bytes) = tensors.get_mut("model.layers.2.self_attn.v_proj.weight").expect("there");
+        bytes.fill(0);
+    });
+    let fixed = args([&"eval", &"recon", &"dead", &"--text", &text(), &"--format", &"json"]);
+    let found = wush(&scratch)
+        .ok(&[fixed, owned(&WINDOWS), owned(&["--transform", "hadamard", "--bits", "2"])].concat())
+        .json();
+    let row = &found["rows"][0];
+    assert_eq!(row["layers"][2]["values"], 0.0, "{row}");
+    assert!(row["values"].as_f64().is_some_and(|mean| mean > 1e-3), "{row}");
+    assert!(found["notes"][0].as_str().is_some_and(|note| note.contains("of layer 2 is zero")), "{found}");
 }

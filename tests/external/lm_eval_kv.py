@@ -14,20 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import lm_eval_task
 from environment import enter
 
-TASK = """
-task: wush_text
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list:
-  - metric: byte_perplexity
-"""
 # Folding rounds bf16 weights once, and sums run in another order.
 LIMIT = 5e-3
 
@@ -35,12 +24,11 @@ LIMIT = 5e-3
 def run(folder, kind, arguments):
     out = folder / "out" / f"{kind}-{abs(hash(arguments))}"
     module = "wush_kv.lm_eval" if kind == "wush" else "lm_eval"
-    command = [sys.executable, "-m", module, "--model", kind, "--model_args", f"{arguments},dtype=float32", "--tasks", "wush_text"]
+    command = [sys.executable, "-m", module, "--model", kind, "--model_args", f"{arguments},dtype=float32", "--tasks", lm_eval_task.NAME]
     options = ["--include_path", folder, "--output_path", out, "--device", "cpu", "--batch_size", "1"]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
-    (result,) = out.rglob("results_*.json")
-    found = json.loads(result.read_text())
-    return found["results"]["wush_text"]["byte_perplexity,none"], found["config"].get("wush")
+    perplexity, config = lm_eval_task.result(out)
+    return perplexity, config.get("wush")
 
 
 def main():
@@ -52,8 +40,7 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "text.json").write_text(json.dumps({"text": args.text.read_text()[: args.characters]}) + "\n")
-        (folder / "wush_text.yaml").write_text(TASK.format(data=folder / "text.json"))
+        lm_eval_task.write(folder, args.text, args.characters)
         base, _ = run(folder, "hf", f"pretrained={args.base}")
         full, _ = run(folder, "wush", f"pretrained={args.bundle},kv_bits=16")
         two, met = run(folder, "wush", f"pretrained={args.bundle},kv_bits=2")

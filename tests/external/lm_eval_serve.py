@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import lm_eval_task
 from environment import enter
-from lm_eval_kv import TASK
 
 CHUNK = ["--chunk", "16"]
 WINDOWS = ["--sink", "16", "--keep", "128", "--flush", "16"]
@@ -31,15 +31,14 @@ def run(folder, wush, bundle, bits):
     arguments = f"model={bundle},base_url={address}/v1/completions,tokenizer={bundle},tokenized_requests=True,max_length=4096"
     out = folder / f"out-{bits}"
     options = ["--include_path", folder, "--output_path", out, "--model_args", arguments]
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "wush_text", *options]
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", lm_eval_task.NAME, *options]
     try:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     finally:
         server.send_signal(signal.SIGTERM)
         server.stderr.read()
     assert server.wait() == 0, "the server did not end well"
-    (result,) = out.rglob("results_*.json")
-    return json.loads(result.read_text())["results"]["wush_text"]["byte_perplexity,none"]
+    return lm_eval_task.result(out)[0]
 
 
 def main():
@@ -51,8 +50,7 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "text.json").write_text(json.dumps({"text": args.text.read_text()[: args.characters]}) + "\n")
-        (folder / "wush_text.yaml").write_text(TASK.format(data=folder / "text.json"))
+        lm_eval_task.write(folder, args.text, args.characters)
         full, two = (run(folder, args.wush, args.bundle, bits) for bits in (16, 2))
     ok = full < two < 1.1 * full
     print(json.dumps({"byte_perplexity": {"16 bits": full, "2 bits": two}, "ok": ok}))

@@ -180,7 +180,7 @@ impl<'a> Batch<'a> {
             }
             Ok(out)
         };
-        let hidden = self.decoder.step_of(backend, ids, &spans, attend)?;
+        let hidden = self.decoder.step(backend, ids, &spans, attend)?;
         for part in parts {
             let place = self.places.get_mut(&part.sequence).expect("every part has a span");
             place.n_tokens += part.n_tokens;

@@ -191,7 +191,8 @@ impl GpuError {
                 "run with --device cpu"
             }
             Self::OutOfMemory { .. } => {
-                "give it a --max-gpu-memory below what is free, or a smaller --seq-len: `nvidia-smi` shows who else uses the device"
+                "give it a smaller --seq-len, a calibration also a --max-gpu-memory below what is free, or run with --device cpu: \
+                 `nvidia-smi` shows who else uses the device"
             }
             Self::DoesNotFit { .. } => {
                 "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"

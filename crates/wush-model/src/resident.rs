@@ -53,34 +53,18 @@ impl<'a, B: Backend> Resident<'a, B> {
         self.decoder.spec
     }
 
-    /// Final hidden states `[tokens, hidden]`, after the last norm, of `ids` at the positions of `span`. `attend` gets a
-    /// layer's id and the queries `[tokens, n_heads * d]`, keys and values `[tokens, n_kv_heads * d]` of these tokens, after
-    /// bias, norm and RoPE; it returns `[tokens, n_heads * d]`. Layers in order.
+    /// Final hidden states `[tokens, hidden]`, after the last norm, of `ids` at the positions of `spans`: tokens of one sequence or of
+    /// several, those of one span after those of another. `attend` gets a layer's id and the queries `[tokens, n_heads * d]`, keys
+    /// and values `[tokens, n_kv_heads * d]` of these tokens, after bias, norm and RoPE; it returns `[tokens, n_heads * d]`. Layers
+    /// in order. Runs on `backend`, whose tensors are those of the weights' own. All of it but `attend` is a row's own work: what a row
+    /// becomes depends on other rows only where `backend`'s products do.
     ///
     /// # Errors
     /// `Sequence` for ids that the model does not have; `NonFinite`; what `attend` returns.
     ///
     /// # Panics
-    /// When `span` is not as long as `ids`.
-    pub fn step<E: From<ModelError>>(
-        &self,
-        ids: &[u32],
-        span: Span,
-        attend: impl FnMut(usize, [&B::Tensor; 3]) -> Result<B::Tensor, E>,
-    ) -> Result<B::Tensor, E> {
-        self.step_of(self.decoder.backend, ids, &[span], attend)
-    }
-
-    /// The same of tokens of several sequences, those of one span after those of another, on `backend`, whose tensors are those
-    /// of the weights' own. All of it but `attend` is a row's own work: what a row becomes depends on other rows
-    /// only where `backend`'s products do.
-    ///
-    /// # Errors
-    /// As [`Resident::step`].
-    ///
-    /// # Panics
     /// When the spans are not as long as `ids`.
-    pub fn step_of<E: From<ModelError>>(
+    pub fn step<E: From<ModelError>>(
         &self,
         backend: &B,
         ids: &[u32],
@@ -117,7 +101,7 @@ impl<'a, B: Backend> Resident<'a, B> {
         self.decoder.logits(hidden, rows)
     }
 
-    /// The same on `backend`, as for [`Resident::step_of`].
+    /// The same on `backend`, as for [`Resident::step`].
     ///
     /// # Errors
     /// As [`Decoder::logits`].

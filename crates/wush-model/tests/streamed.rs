@@ -1,39 +1,21 @@
 //! A pass a layer at a time against one that keeps all layers: the same bits, and the carrier is asked as it may rely on.
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use common::Collector;
 use wush_checkpoint::Checkpoint;
 use wush_format::monitor::Quiet;
 use wush_model::backend::Backend;
 use wush_model::cpu::Cpu;
 use wush_model::decoder::Decoder;
-use wush_model::observer::{Moments, Observer};
 use wush_model::spec::ModelSpec;
 use wush_model::streamed::Carrier;
 use wush_model::{ModelError, Result, arch};
 
 type States = <Cpu as Backend>::Tensor;
-
-/// Everything that was seen, by layer, in the order in which it was added.
-struct Collector<'a> {
-    spec: &'a ModelSpec,
-    layers: BTreeMap<usize, Vec<Moments>>,
-}
-
-impl<B: Backend> Observer<B> for Collector<'_> {
-    type Seen = Moments;
-
-    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
-        let attn = &self.spec.layers[layer].attn;
-        Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v])
-    }
-
-    fn add(&mut self, layer: usize, seen: Moments) -> Result<()> {
-        self.layers.entry(layer).or_default().push(seen);
-        Ok(())
-    }
-}
 
 /// Keeps states where they are, and what it was asked.
 #[derive(Default)]
@@ -84,7 +66,7 @@ fn a_layer_at_a_time_gives_the_bits_of_all_at_once() {
     let sequences: Vec<Vec<u32>> =
         [9, 24, 17].iter().enumerate().map(|(s, &n)| (0..n).map(|t| id(s, t)).collect()).collect();
     let decoder = Decoder::new(&checkpoint, &spec, &Cpu);
-    let collector = || Collector { spec: &spec, layers: BTreeMap::new() };
+    let collector = || Collector::new(&spec);
     let (mut whole, mut streamed, mut shelf) = (collector(), collector(), Shelf::default());
     decoder.observe(&sequences, &mut whole, &Quiet).expect("finite");
     decoder.stream(&sequences, &mut streamed, (&Cpu, &mut shelf), &Quiet).expect("finite");
@@ -106,7 +88,7 @@ fn a_layer_at_a_time_gives_the_bits_of_all_at_once() {
 fn a_sequence_that_the_model_cannot_take_is_refused_before_anything_is_loaded() {
     let (checkpoint, spec) = open("llama-gqa");
     let decoder = Decoder::new(&checkpoint, &spec, &Cpu);
-    let mut collector = Collector { spec: &spec, layers: BTreeMap::new() };
+    let mut collector = Collector::new(&spec);
     let mut shelf = Shelf::default();
     let error = decoder.stream(&[vec![1], vec![]], &mut collector, (&Cpu, &mut shelf), &Quiet).expect_err("empty");
     assert!(matches!(error, ModelError::Sequence { sequence: 1, .. }), "{error}");

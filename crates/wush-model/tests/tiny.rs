@@ -1,7 +1,10 @@
 //! The forward pass against transformers, over tiny models of every family and RoPE scaling (`tests/fixtures/tiny`).
 
+mod common;
+
 use std::path::{Path, PathBuf};
 
+use common::Collector;
 use wush_checkpoint::Checkpoint;
 use wush_format::monitor::Quiet;
 use wush_format::tensor_file::TensorFile;
@@ -10,7 +13,6 @@ use wush_model::attention::Exact;
 use wush_model::backend::Backend;
 use wush_model::cpu::{Cpu, Rows, Stored};
 use wush_model::decoder::Decoder;
-use wush_model::observer::{Moments, Observer};
 use wush_model::resident::Resident;
 use wush_model::rope::Span;
 use wush_model::spec::ModelSpec;
@@ -27,25 +29,6 @@ const N_VARIANTS: usize = 21;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny")
-}
-
-struct Collector<'a> {
-    spec: &'a ModelSpec,
-    layers: Vec<Option<Moments>>,
-}
-
-impl<B: Backend> Observer<B> for Collector<'_> {
-    type Seen = Moments;
-
-    fn see(&self, backend: &B, layer: usize, q: &B::Tensor, k: &B::Tensor, v: &B::Tensor) -> Result<Moments> {
-        let attn = &self.spec.layers[layer].attn;
-        Moments::of(backend, attn.n_kv_heads, attn.head_dim, [q, k, v])
-    }
-
-    fn add(&mut self, layer: usize, seen: Moments) -> Result<()> {
-        assert!(self.layers[layer].replace(seen).is_none(), "layer {layer} was seen twice");
-        Ok(())
-    }
 }
 
 /// One sequence of a golden file.
@@ -106,11 +89,12 @@ fn check_sequence<B: Backend>(
 ) -> std::result::Result<(), ModelError> {
     let decoder = Decoder::new(ckpt, spec, backend);
     let ids = golden.ids();
-    let mut collector = Collector { spec, layers: vec![None; spec.layers.len()] };
+    let mut collector = Collector::new(spec);
     decoder.observe(std::slice::from_ref(&ids), &mut collector, &Quiet)?;
     let place = format!("{} {}", ckpt.dir().display(), golden.sequence);
-    for (layer, seen) in collector.layers.iter().enumerate() {
-        let seen = seen.as_ref().unwrap_or_else(|| panic!("{place}: layer {layer} was not observed"));
+    assert!(collector.layers.keys().copied().eq(0..spec.layers.len()), "{place}: every layer is observed");
+    for (&layer, seen) in &collector.layers {
+        let [seen] = seen.as_slice() else { panic!("{place}: layer {layer} was seen {} times", seen.len()) };
         let attn = &spec.layers[layer].attn;
         let named = [("gram_k", &seen.key_gram), ("gram_q", &seen.query_gram), ("gram_v", &seen.value_gram)];
         for (role, gram) in named {
@@ -149,7 +133,7 @@ fn check_resident(ckpt: &Checkpoint, spec: &ModelSpec, golden: &Golden<'_>) -> R
             let data = all.slice(first..first + n_tokens).to_vec();
             Ok(Rows { n_rows: n_tokens, width: all.width, data })
         };
-        let hidden = resident.step(&ids[first..first + n_tokens], span, attend)?;
+        let hidden = resident.step(&Stored::BY_SHAPE, &ids[first..first + n_tokens], &[span], attend)?;
         logits = resident.logits(&hidden, n_tokens - 1..n_tokens)?;
         first += n_tokens;
     }

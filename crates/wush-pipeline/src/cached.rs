@@ -4,10 +4,14 @@
 use wush_format::bundle::{KEY_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::Manifest;
+use wush_format::monitor::Monitor;
 use wush_generate::CacheSettings;
+use wush_model::cpu::Stored;
+use wush_model::resident::Resident;
 use wush_quant::{LayerBits, Method};
 use wush_runtime::{CacheConfig, KeyTransforms, KvCache, Windows};
 
+use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
 use crate::model::Model;
 use crate::notes::of_use;
@@ -82,6 +86,21 @@ impl<'a> Cached<'a> {
             of_bundle(&mut cache).map_err(|e: wush_runtime::RuntimeError| PipelineError::Generate(e.into()))?;
         Ok((cache, Some(transforms)))
     }
+}
+
+/// The decoder with its weights in memory, and their hash.
+///
+/// # Errors
+/// What cannot be read; `Interrupted`.
+pub(crate) fn load<'a>(model: &'a Model, monitor: &dyn Monitor) -> Result<(Sha, Resident<'a, Stored>)> {
+    monitor.begin("load", "layers", model.spec.layers.len() as u64);
+    // Both read the weights once, one thread each.
+    let (model_hash, decoder) = rayon::join(
+        || model.hash_weights(),
+        || Resident::load(&model.checkpoint, &model.spec, &Stored::BY_SHAPE, monitor).in_stage("load"),
+    );
+    monitor.end();
+    Ok((model_hash?, decoder?))
 }
 
 /// Bits of every layer, of none where nothing is quantized.

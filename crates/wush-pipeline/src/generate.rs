@@ -11,11 +11,10 @@ use std::time::Instant;
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
 use wush_generate::{Sampler, Session, bf16_bytes, most_bytes};
-use wush_model::cpu::Stored;
-use wush_model::resident::{Resident, stored_bytes};
+use wush_model::resident::stored_bytes;
 use wush_runtime::CacheConfig;
 
-use crate::cached::Cached;
+use crate::cached::{Cached, load};
 use crate::device::Runs;
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
@@ -41,14 +40,7 @@ pub fn generate(request: &GenerateRequest, env: &Environment<'_>, told: &mut Tex
     let plan = Plan::new(&model, request)?;
     plan.notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     env.monitor.note(&plan.memory.describe());
-    env.monitor.begin("load", "layers", model.spec.layers.len() as u64);
-    // Both read the weights once, one thread each.
-    let (model_hash, decoder) = rayon::join(
-        || model.hash_weights(),
-        || Resident::load(&model.checkpoint, &model.spec, &Stored::BY_SHAPE, env.monitor).in_stage("load"),
-    );
-    env.monitor.end();
-    let (model_hash, decoder) = (model_hash?, decoder?);
+    let (model_hash, decoder) = load(&model, env.monitor)?;
     let (cache, transforms) = plan.cached.cache(model_hash)?;
     let session = Session::new(&decoder, cache, transforms, plan.prompt.ids.len())?;
     let done = plan.run(session, request, env, told).in_stage("generate")?;

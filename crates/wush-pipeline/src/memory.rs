@@ -43,6 +43,9 @@ const BYTES_PER_TEXT_TOKEN: u64 = 310;
 const BYTES_PER_TEXT_BYTE: u64 = 20;
 /// The part of the text's memory, one in so many, that small pieces in use keep from being given back.
 const TEXT_KEPT: u64 = 8;
+/// What measuring a module at 2 bits holds of a token beside the forward pass: queries, keys and values transformed, quantized and
+/// exact, and the outputs that come of them with their differences.
+const MEASURED_COPIES: u64 = 4;
 /// Rows of the output head that a thread widens at once.
 const HEAD_ROWS_PER_THREAD: usize = 2048;
 
@@ -114,9 +117,10 @@ impl MemoryPlan {
         ];
         let program = PROGRAM_BYTES + THREAD_BYTES * rayon::current_num_threads() as u64;
         let text = text(model, lengths.text);
-        // What a calibration's threads free they keep for their next calls.
+        let measure = if verifies { sum(&[verify.activations, measured(model, lengths.verify)]) } else { 0 };
+        // What a stage's threads free they keep for their next calls: of a calibration in the check, of that in the measurement.
         let largest = stages.into_iter().max().unwrap_or(0);
-        let computing = sum(&[largest, calibrate.activations, text / TEXT_KEPT]);
+        let computing = sum(&[largest, calibrate.activations, measure, text / TEXT_KEPT]);
         Self {
             weights_map,
             bundle_map,
@@ -157,6 +161,17 @@ fn attention(model: &Model, seq_len: usize) -> u64 {
     let threads = rayon::current_num_threads();
     let of_layer = |layer: &LayerSpec| wush_stats::attention_memory(&layer.attn, seq_len, threads);
     model.spec.layers.iter().map(of_layer).max().unwrap_or(0)
+}
+
+/// The widest module of sequences of `seq_len` tokens, one a thread, while it is measured.
+fn measured(model: &Model, seq_len: usize) -> u64 {
+    let in_work = (seq_len as u64).saturating_mul(rayon::current_num_threads() as u64);
+    let of_token = |layer: &LayerSpec| {
+        let attn = &layer.attn;
+        MEASURED_COPIES * (attn.head_dim * (2 * attn.n_heads + 2 * attn.n_kv_heads)) as u64
+    };
+    let widest = model.spec.layers.iter().map(of_token).max().unwrap_or(0);
+    in_work.saturating_mul(widest).saturating_mul(F32_BYTES)
 }
 
 /// Blocks of logits, and the output head: each thread widens its own part, together at most all of it.

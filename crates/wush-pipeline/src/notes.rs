@@ -1,6 +1,8 @@
 //! What the user of a result must know beyond its numbers, said in the same words on stderr, in the reports and on the model
 //! card: too little text, a server that must be told something, a check that did not run.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 use wush_fold::FoldDtype;
 use wush_format::equivalence::unit_roundoff;
@@ -223,6 +225,16 @@ pub fn describe_solve(solve: &Solve) -> String {
     } else {
         transform.clone()
     }
+}
+
+/// How each of several transforms was made, by its name in a report's rows: those that have settings, or another name than their own.
+pub fn describe_solves(solves: &BTreeMap<String, Solve>) -> Vec<String> {
+    let of = |(name, solve): (&String, &Solve)| match describe_solve(solve) {
+        how if how == *name => None,
+        how if solve.transform == *name => Some(how),
+        how => Some(format!("{name}: {how}")),
+    };
+    solves.iter().filter_map(of).collect()
 }
 
 /// The settings that are not as published.

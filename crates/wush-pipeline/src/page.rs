@@ -1,6 +1,5 @@
 //! Reports of evaluations as self-contained pages, and how a page is written.
 
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
@@ -8,12 +7,12 @@ use wush_eval::Protocol;
 use wush_eval::plot::{Chart, Series, svg};
 use wush_format::FormatError;
 use wush_format::atomic::write_file;
-use wush_format::manifest::{Calibration, Solve};
+use wush_format::manifest::Calibration;
 use wush_format::monitor::Monitor;
 use wush_inspect::page::{charts, escape, number_table, page, pair_list};
 
 use crate::human::{counted, human_bits};
-use crate::notes::describe_solve;
+use crate::notes::describe_solves;
 use crate::report::{EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
 use crate::{PipelineError, Result};
 
@@ -57,7 +56,7 @@ fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let text = format!("{}: {windows} of up to {} tokens", report.text, report.seq_len);
     let scales = &report.scale_dtype;
     let cache = format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}; scales in {scales}");
-    let how = solves(&report.solves);
+    let how = describe_solves(&report.solves).join("; ");
     let calibration = calibration(report.calibration.as_ref());
     let facts = [
         ("text", text),
@@ -74,15 +73,6 @@ fn perplexity_page(report: &EvalPplReport) -> Result<String> {
     let parts =
         [header, pair_list(&facts), heading("By bits"), charts(&plots), heading("Numbers"), table(&report.rows)];
     Ok(page(&format!("perplexity: {}", report.model.id), &parts.concat()))
-}
-
-/// How the transforms were made.
-fn solves(solves: &BTreeMap<String, Solve>) -> String {
-    let of = |(name, solve): (&String, &Solve)| match describe_solve(solve) {
-        how if solve.transform == *name => how,
-        how => format!("{name}: {how}"),
-    };
-    solves.iter().map(of).collect::<Vec<_>>().join("; ")
 }
 
 /// What the transforms were made from.
@@ -117,7 +107,7 @@ fn recon_page(report: &EvalReconReport) -> Result<String> {
     let sequences = counted(report.sequences, "sequence");
     let text = format!("{}: {sequences} of up to {} tokens", report.text, report.seq_len);
     let cache = format!("every token quantized; scales in {}", report.scale_dtype);
-    let how = solves(&report.solves);
+    let how = describe_solves(&report.solves).join("; ");
     let calibration = calibration(report.calibration.as_ref());
     let facts = [("text", text), ("cache", cache), ("solve", how), ("calibration", calibration)];
     let facts = facts_and_notes(&facts, &report.notes);

@@ -9,13 +9,11 @@ use wush_checkpoint::chat::ChatTemplate;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
 use wush_format::text::is_plain;
 use wush_generate::{Batch, activation_bytes};
-use wush_model::cpu::Stored;
-use wush_model::resident::{Resident, stored_bytes};
+use wush_model::resident::stored_bytes;
 use wush_serve::{ApiKey, Limits, Served, Settings};
 
-use crate::cached::Cached;
+use crate::cached::{Cached, load};
 use crate::device::Runs;
-use crate::error::InStage;
 use crate::human::human_bytes;
 use crate::model::Model;
 use crate::report::{ModelInfo, ServeReport};
@@ -41,14 +39,7 @@ pub fn serve(request: &ServeRequest, env: &Environment<'_>) -> Result<ServeRepor
     let template = ChatTemplate::open(model.dir())?;
     let ends = eos_token_ids(&model.checkpoint)?;
     tell(&model, &cached, &settings, template.is_some(), env)?;
-    env.monitor.begin("load", "layers", model.spec.layers.len() as u64);
-    // Both read the weights once, one thread each.
-    let (model_hash, decoder) = rayon::join(
-        || model.hash_weights(),
-        || Resident::load(&model.checkpoint, &model.spec, &Stored::BY_SHAPE, env.monitor).in_stage("load"),
-    );
-    env.monitor.end();
-    let (model_hash, decoder) = (model_hash?, decoder?);
+    let (model_hash, decoder) = load(&model, env.monitor)?;
     let (cache, transforms) = cached.cache(model_hash)?;
     let batch = Batch::new(&decoder, cache, transforms)?;
     let served = Served { names, batch, config: cached.config.clone(), tokenizer, template, ends };

@@ -4,7 +4,7 @@
 use candle_core::{D, DType, Device, Result, Tensor};
 use wush_quant::{Method, Role, ScaleDtype};
 use wush_runtime::candle::BatchCache;
-use wush_runtime::{CacheConfig, LayerConfig, Precision, RuntimeError, Windows};
+use wush_runtime::{CacheConfig, KvCache, LayerConfig, Precision, RuntimeError, Windows};
 
 const BATCH: usize = 3;
 const HEADS: usize = 6;
@@ -90,6 +90,35 @@ fn other_dtypes_come_back_as_they_were_and_tokens_can_be_taken_back() {
     assert_eq!((out.dtype(), out.dims()), (DType::BF16, &[BATCH, HEADS, 5, DIM][..]));
     cache.truncate(2).expect("no sliding window");
     assert_eq!(cache.len(0).expect("there"), 2);
+}
+
+/// A cache that was given feedback matrices codes with them: what it holds is the cache below's, and not that of one without.
+#[test]
+fn a_cache_with_feedback_keeps_it() {
+    let lower: Vec<f32> = (0..KV_HEADS * DIM * DIM)
+        .map(|at| match (at / DIM % DIM, at % DIM) {
+            (row, column) if row == column => 1.0,
+            (row, column) if row > column => 0.4,
+            _ => 0.0,
+        })
+        .collect();
+    let attended = |feedback: Option<&[f32]>| {
+        let mut cache = KvCache::new(config(2)).expect("valid");
+        cache.set_feedback(0, feedback, feedback).expect("unit lower triangular");
+        let mut cache = BatchCache::over(cache, None, BATCH).expect("valid");
+        let outputs = [60, 1].map(|n_tokens| {
+            let [q, k, v] =
+                [(HEADS, 1), (KV_HEADS, 2), (KV_HEADS, 3)].map(|(heads, seed)| tensor(heads, n_tokens, seed));
+            cache.attend(0, &q, &k, &v).expect("valid").flatten_all().expect("made").to_vec1::<f32>().expect("f32")
+        });
+        outputs.concat()
+    };
+    let mut plain = BatchCache::new(config(2), None, BATCH).expect("valid");
+    let [q, k, v] = [(HEADS, 1), (KV_HEADS, 2), (KV_HEADS, 3)].map(|(heads, seed)| tensor(heads, 60, seed));
+    let first = plain.attend(0, &q, &k, &v).expect("valid").flatten_all().expect("made").to_vec1::<f32>().expect("f32");
+    let without = attended(None);
+    assert_eq!(without[..first.len()], first, "nothing but the cache is another's");
+    assert_ne!(attended(Some(&lower)), without);
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! Reports as text for people: a few lines, one table, and the next command to run.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -15,8 +14,8 @@ use wush_pipeline::report::{
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
     BenchCalibrateReport, BenchKernelsReport, CeilingsReport, DeviceReport, DoctorReport, KernelRow, SequenceRow,
-    StageRow, counted, describe_gain, describe_solve, human_bits, human_bytes, human_time, printable, ratio,
-    shell_word,
+    StageRow, counted, describe_gain, describe_solve, describe_solves, human_bits, human_bytes, human_time, printable,
+    ratio, shell_word,
 };
 
 /// A report that the program can print.
@@ -135,7 +134,7 @@ impl Report for EvalPplReport {
         let scales = &self.scale_dtype;
         text.row("cache", &format!("chunks of {chunk}, sink {sink}, keep {keep}, flush {flush}; scales in {scales}"));
         text.row("device", &self.device);
-        text.solves(&self.solves);
+        describe_solves(&self.solves).iter().for_each(|how| text.row("solve", how));
         text.calibration(self.calibration.as_ref());
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.notes(&self.notes);
@@ -161,7 +160,7 @@ impl Report for EvalReconReport {
         let sequences = counted(self.sequences, "sequence");
         text.row("text", &format!("{}: {sequences} of up to {} tokens", self.text, self.seq_len));
         text.row("cache", &format!("every token quantized; scales in {}", self.scale_dtype));
-        text.solves(&self.solves);
+        describe_solves(&self.solves).iter().for_each(|how| text.row("solve", how));
         text.calibration(self.calibration.as_ref());
         text.row("time", &human_time(Duration::from_secs_f64(self.seconds)));
         text.notes(&self.notes);
@@ -399,16 +398,6 @@ impl Lines {
     }
 
     /// Which layers have more than two bits, where bits were allotted.
-    /// How each transform that has settings was made.
-    fn solves(&mut self, solves: &BTreeMap<String, Solve>) {
-        for (name, solve) in solves {
-            let how = describe_solve(solve);
-            if how != *name {
-                self.row("solve", &if solve.transform == *name { how } else { format!("{name}: {how}") });
-            }
-        }
-    }
-
     fn allotment(&mut self, of: &str, bits: f64, allotment: &[AllottedBits]) {
         for line in describe_allotment(allotment) {
             let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
