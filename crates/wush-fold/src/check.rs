@@ -11,7 +11,8 @@
 //!    up to noise, because no value goes there.
 //! 3. **product**: `W_O'(W_V' V) − W_O (W_V V)`, the function itself, in every direction.
 //!
-//! Bounds. A rounding error is bounded by its own half spacing h, and the errors are taken as independent with mean zero,
+//! Bounds. A rounding error is bounded by its own half spacing h, and the errors are taken as independent with mean zero (but for
+//! columns of W_V that are equal up to sign, which are rounded alike: the private module `repeats` adds those up first),
 //! so a sum Σ aₖ Dₖ exceeds K (Σ aₖ² hₖ²)^½ with probability at most 2·exp(−K²/2) (Hoeffding); [`SIGMAS`] makes that
 //! 5e-18, for some 1e9 sums of a large model. Elements that enter directly are bounded by h itself.
 //!
@@ -35,6 +36,7 @@ use crate::dense::{Svd, map, multiply, squared_norm, thin_svd};
 use crate::first_rounding::FirstRounding;
 use crate::invert::{condition_limit, invert};
 use crate::read::HeadWeights;
+use crate::repeats::Repeats;
 
 /// K of the bounds: 2·exp(−K²/2) is 5e-18, times 1e9 sums of a large model leaves 5e-9 for a false alarm.
 const SIGMAS: f64 = 9.0;
@@ -159,6 +161,8 @@ struct Basis {
     new: Mat<f64>,
     u: Mat<f64>,
     s: Vec<f64>,
+    /// Columns of W_V that repeat each other.
+    repeats: Repeats,
     /// Σₘ h² v², `[d, r]`: bound on the variance of `D_V V`.
     noise: Mat<f64>,
     /// h², `[d, n]`.
@@ -181,15 +185,17 @@ impl Basis {
         let half_squared = map(halves.as_ref(), |h| h * h);
         let first =
             (roundings == Roundings::Two).then(|| FirstRounding::measure(new.as_ref(), halves.as_ref(), v.as_ref()));
-        let noise = multiply(half_squared.as_ref(), map(v.as_ref(), |x| x * x).as_ref());
-        let carried = first.as_ref().map(|first| (first.trace(), first.weights(v.as_ref())));
+        let repeats = Repeats::of(old.as_ref());
+        let noise = repeats.variance(half_squared.as_ref(), v.as_ref());
+        let carried = first.as_ref().map(|first| (first.trace(), first.weights_of_repeats(&repeats, v.as_ref())));
         let length = |k: usize| {
             let carried = carried.as_ref().map_or(0.0, |(trace, weights)| trace * weights[k]);
             (noise.col(k).iter().sum::<f64>() + carried).sqrt()
         };
         let n_strong = (0..s.len()).take_while(|&k| s[k] > SIGNAL_TO_NOISE * length(k)).count();
         let new = Mat::from_fn(dim, s.len(), |i, k| u[(i, k)] * s[k]);
-        Some(Self { old: multiply(old.as_ref(), v.as_ref()), new, u, s, noise, half_squared, first, n_strong, v })
+        let old = multiply(old.as_ref(), v.as_ref());
+        Some(Self { old, new, u, s, repeats, noise, half_squared, first, n_strong, v })
     }
 
     /// Rounding of the f64 products themselves, relative to the norms of their factors.
@@ -202,14 +208,14 @@ impl Basis {
 fn check_values(folded: &HeadWeights, basis: &Basis) -> (f64, f64, Mat<f64>) {
     let scale = folded.bias_scale();
     let new = folded.with_bias(scale);
-    let (dim, n) = new.shape();
+    let dim = new.nrows();
     let mut residual = multiply(basis.new.as_ref(), basis.v.transpose());
     residual
         .as_mut()
         .col_iter_mut()
         .zip(new.col_iter())
         .for_each(|(r, w)| r.iter_mut().zip(w.iter()).for_each(|(r, w)| *r = w - *r));
-    let leverage: Vec<f64> = (0..n).map(|j| basis.v.row(j).iter().map(|x| x * x).sum::<f64>().sqrt()).collect();
+    let leverage = leverage(basis);
     let n_weights = folded.value.ncols();
     let (mut values, mut bias) = (basis.first.as_ref().map_or(0.0, |first| first.excess), 0.0);
     for i in 0..dim {
@@ -228,6 +234,16 @@ fn check_values(folded: &HeadWeights, basis: &Basis) -> (f64, f64, Mat<f64>) {
     (values, bias, multiply(residual.as_ref(), residual.transpose()))
 }
 
+/// ‖e_jᵀ V Mᵀ‖ of every column j, M being V with the rows of equal columns added up: by what the projection of D's other elements
+/// exceeds one of them. Without repeats ‖e_jᵀ V‖, the leverage.
+fn leverage(basis: &Basis) -> Vec<f64> {
+    let merged = basis.repeats.merged(basis.v.as_ref());
+    let squares = multiply(merged.transpose(), merged.as_ref());
+    let image = multiply(basis.v.as_ref(), squares.as_ref());
+    let dot = |j: usize| basis.v.row(j).iter().zip(image.row(j).iter()).map(|(a, b)| a * b).sum::<f64>();
+    (0..basis.v.nrows()).map(|j| dot(j).max(0.0).sqrt()).collect()
+}
+
 /// Check 2.
 fn check_outputs(block: &OutputBlock<'_>, basis: &Basis) -> f64 {
     let (dim, strong) = (basis.u.nrows(), basis.n_strong);
@@ -238,7 +254,7 @@ fn check_outputs(block: &OutputBlock<'_>, basis: &Basis) -> f64 {
     let pseudo_inverse = Mat::from_fn(strong, dim, |k, j| basis.u[(j, k)] / basis.s[k]);
     let estimate = multiply(block.old, multiply(basis.old.subcols(0, strong), pseudo_inverse.as_ref()).as_ref());
     let carried = multiply(basis.v.subcols(0, strong), pseudo_inverse.as_ref());
-    let through = multiply(basis.half_squared.as_ref(), map(carried.as_ref(), |x| x * x).as_ref());
+    let through = basis.repeats.variance(basis.half_squared.as_ref(), carried.as_ref());
     let mut variance = multiply(map(block.new, |x| x * x).as_ref(), through.as_ref());
     add_first_of_values(&mut variance, block, basis, carried.as_ref());
     let u = basis.u.subcols(0, strong);
@@ -270,7 +286,7 @@ fn check_outputs(block: &OutputBlock<'_>, basis: &Basis) -> f64 {
 /// Adds the variance that the values' first rounding has in `W_O' D_V X`, X being `columns`, `[n, k]`.
 fn add_first_of_values(variance: &mut Mat<f64>, block: &OutputBlock<'_>, basis: &Basis, columns: MatRef<'_, f64>) {
     let Some(first) = &basis.first else { return };
-    add_outer(variance, &first.variances(block.new), &first.weights(columns));
+    add_outer(variance, &first.variances(block.new), &first.weights_of_repeats(&basis.repeats, columns));
 }
 
 /// Adds the variance that the outputs' first rounding has in `D_O B`, B being `columns`, `[d, k]`.

@@ -14,6 +14,7 @@
 use faer::{Mat, MatRef};
 
 use crate::dense::{multiply, squared_norm};
+use crate::repeats::Repeats;
 
 /// Of a row's normalized residuals, this share is at most [`QUANTILE_SIGMAS`] standard deviations: 1.65 of a normal, 1.56
 /// of a uniform distribution. A quantile, so that a few changed elements cannot raise the bound that is to find them.
@@ -77,9 +78,11 @@ impl FirstRounding {
         (0..rows.nrows()).map(dot).collect()
     }
 
-    /// Σⱼ cⱼ² xⱼ² of every column x of `columns`, `[n, k]`: by what N x exceeds the variance where c is 1.
-    pub(crate) fn weights(&self, columns: MatRef<'_, f64>) -> Vec<f64> {
-        let sum = |k: usize| columns.col(k).iter().zip(&self.scale).map(|(x, c)| (x * c).powi(2)).sum::<f64>();
+    /// Σⱼ cⱼ² xⱼ² of every column x of `columns`, `[n, k]`, the rows of columns that are rounded alike added up: by what N x
+    /// exceeds the variance where c is 1.
+    pub(crate) fn weights_of_repeats(&self, repeats: &Repeats, columns: MatRef<'_, f64>) -> Vec<f64> {
+        let (merged, scale) = (repeats.merged(columns), repeats.largest(&self.scale));
+        let sum = |k: usize| merged.col(k).iter().zip(&scale).map(|(x, c)| (x * c).powi(2)).sum::<f64>();
         (0..columns.ncols()).map(sum).collect()
     }
 }

@@ -30,6 +30,7 @@ mod invert;
 mod number;
 mod plan;
 mod read;
+mod repeats;
 mod report;
 mod source;
 mod write;

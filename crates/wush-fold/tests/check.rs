@@ -17,7 +17,7 @@ fn bf16(x: f64) -> f64 {
 }
 
 fn half_spacing(x: f64) -> f64 {
-    if x == 0.0 { 0.0 } else { 2f64.powi(x.abs().log2().floor() as i32 - 8) }
+    2f64.powi((x.abs().log2().floor() as i32).max(-126) - 8)
 }
 
 fn halves(a: &Mat<f64>) -> Mat<f64> {
@@ -93,6 +93,28 @@ fn rank_deficient_and_dead_values_pass() {
         assert!(found.ok && found.rank == rank, "{rank} {found:?}");
         assert!(check_transform(&pair.base, &pair.folded, &pair.transform).ok);
     }
+}
+
+/// Equal columns are rounded alike, and among the smallest numbers of a dtype a rounding is as large as what it rounds.
+#[test]
+fn constant_and_repeated_values_pass_down_to_the_smallest_numbers() {
+    let least = 2f64.powi(-133);
+    let pattern = |j: usize| ((j * 7919) % 24) as f64;
+    for scale in [least, 5.0 * least, 300.0 * least, 0.01] {
+        let constant = pair(64, 576, None, |_, _, _| scale);
+        let rows = pair(64, 576, Some(scale), |_, i, _| scale * (1 + i % 3) as f64);
+        let signs = pair(64, 576, None, |_, i, j| scale * (1 + i % 3) as f64 * if j % 5 < 2 { -1.0 } else { 1.0 });
+        let repeats = pair(64, 576, None, |_, i, j| scale * ((i as f64 + 1.3) * (pattern(j) + 1.7)).sin() * 4.0);
+        for (what, pair) in [("constant", constant), ("rows", rows), ("signs", signs), ("repeats", repeats)] {
+            let found = check_head(&pair.base, &pair.folded, Roundings::One);
+            assert!(found.ok, "{what} of {scale:e}: {found:?}");
+            assert!(check_transform(&pair.base, &pair.folded, &pair.transform).ok, "{what} of {scale:e}");
+        }
+    }
+    // Another element is found as among other values.
+    let mut changed = pair(64, 576, None, |_, _, _| 0.01);
+    changed.folded.value[(3, 100)] *= 1.0 + 2f64.powi(-5);
+    assert!(check_head(&changed.base, &changed.folded, Roundings::One).values > 1.0);
 }
 
 #[test]
