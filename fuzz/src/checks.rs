@@ -7,7 +7,8 @@ use std::path::Path;
 use wush_format::bundle::{KeySidecar, ValueFeedback, ValueSidecar};
 use wush_format::index::parse_index;
 use wush_format::manifest::{Manifest, is_inside};
-use wush_format::tensor_file::{HeaderEntry, TensorFile, encode_header};
+use wush_format::seal::seal;
+use wush_format::tensor_file::{HeaderEntry, NewTensor, TensorFile, encode_header};
 use wush_format::transforms::Transforms;
 
 /// What messages call the bytes.
@@ -50,6 +51,23 @@ pub fn index(bytes: &[u8]) -> bool {
     true
 }
 
+/// The same file with the hash that its content has: a mutated one would be refused for the hash alone.
+fn sealed(file: &TensorFile) -> TensorFile {
+    let mut metadata = file.metadata().clone();
+    let mut placed: Vec<_> = file.tensors().iter().collect();
+    placed.sort_by_key(|(_, info)| (info.range.start, info.range.end));
+    let tensor = |name: &String| {
+        let view = file.tensor(name).expect("it is listed");
+        NewTensor { dtype: view.dtype, shape: view.shape.to_vec(), bytes: view.bytes.to_vec() }
+    };
+    seal(&file.tensors().keys().map(|name| (name.clone(), tensor(name))).collect(), &mut metadata);
+    let entries: Vec<_> =
+        placed.iter().map(|(name, info)| HeaderEntry { name, dtype: info.dtype, shape: &info.shape }).collect();
+    let mut content = encode_header(Path::new(NAME), &entries, &metadata).expect("what was read can be written");
+    content.extend_from_slice(&file.bytes()[file.header_bytes().len()..]);
+    TensorFile::from_bytes(Path::new(NAME), content).expect("what was written can be read")
+}
+
 /// A file of matrices, read as each of the three kinds. The input is the header's text, the byte 0xff, and the data: the
 /// header's length is put in here, so that a mutated text still is a header.
 pub fn sidecar(bytes: &[u8]) -> bool {
@@ -60,7 +78,7 @@ pub fn sidecar(bytes: &[u8]) -> bool {
     let Ok(file) = TensorFile::from_bytes(Path::new(NAME), content) else { return false };
     let keys = KeySidecar::from_file(&file);
     let values = ValueSidecar::from_file(&file);
-    let transforms = Transforms::from_file(&file);
+    let transforms = Transforms::from_file(&sealed(&file));
     let feedback = ValueFeedback::from_file(&file);
     let accepted = [keys.is_ok(), values.is_ok(), transforms.is_ok(), feedback.is_ok()];
     let accepted = accepted.iter().filter(|ok| **ok).count();

@@ -478,6 +478,44 @@ fn a_changed_bundle_is_not_used() {
     assert!(again.code == Some(2) && again.stderr.contains("is a bundle already"), "{again:?}");
 }
 
+/// What the manifest says of the sidecars and what they hold must agree, for both that encode with them, in the same words.
+#[test]
+fn sidecars_that_contradict_the_manifest_are_used_by_nobody() {
+    let scratch = Scratch::new();
+    let program = wush(&scratch);
+    program.ok(&on_demo("convert", &["--out", "b"]));
+    let (manifest, feedback) =
+        (scratch.join("b/wush/manifest.json"), scratch.join("b/wush/value_feedback.safetensors"));
+    let honest = fs::read_to_string(&manifest).expect("read");
+    let refused = |edit: &dyn Fn(&mut Value), expected: &str| {
+        let mut json: Value = serde_json::from_str(&honest).expect("JSON");
+        edit(&mut json);
+        fs::write(&manifest, json.to_string()).expect("written");
+        let message = |run: Outcome| {
+            assert_eq!(run.code, Some(2), "{run:?}");
+            let line = run.stderr.lines().find(|line| line.contains("does not fit its bundle: "));
+            let (_, message) = line.unwrap_or_else(|| panic!("{run:?}")).split_once("b/wush/").expect("a file of it");
+            message.to_owned()
+        };
+        let of_eval = message(evaluate(&program, "b", &["--bits", "2"]));
+        assert_eq!(message(program.run(&["generate", "b", "--prompt", "a"])), of_eval);
+        assert!(of_eval.contains(expected), "{expected}: {of_eval}");
+    };
+    refused(&|m| m["solve"]["feedback"] = false.into(), "solve.feedback of the manifest: expected true, found false");
+    refused(&|m| m["solve"]["center_keys"] = "never".into(), "key_mean, by solve of the manifest: expected none");
+    refused(&|m| m["layers"][0]["centered_keys"] = Value::Array(Vec::new()), "layer 0, by the manifest's report");
+    let shorter = |m: &mut Value| {
+        m.as_object_mut().expect("an object").remove("sensitivity");
+        m["layers"].as_array_mut().expect("a list").pop();
+    };
+    refused(&shorter, "by the manifest's report: expected no such layer");
+    fs::remove_file(feedback).expect("removed");
+    let unlisted = |m: &mut Value| {
+        m["files"].as_array_mut().expect("a list").retain(|file| file["path"] != "wush/value_feedback.safetensors");
+    };
+    refused(&unlisted, "files: expected wush/value_feedback.safetensors, found no such entry");
+}
+
 #[test]
 fn windows_that_stay_exact_are_told() {
     let scratch = Scratch::new();

@@ -268,7 +268,7 @@ fn a_bundle_of_other_weights_than_its_sidecar_is_refused() {
         bytes[0] ^= 1;
     });
     let refused = command(&bundle, &["--prompt", "a"]);
-    assert_refused(&scratch, &refused, "key_transforms.safetensors: made for the model with hash");
+    assert_refused(&scratch, &refused, "manifest.json: does not fit its bundle: hash of the weights: expected ");
     // Without its sidecar it is a checkpoint like any other.
     report(&scratch, &bundle, &["--prompt", "a", "--kv-bits", "16"]);
 }

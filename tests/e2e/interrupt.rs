@@ -111,6 +111,18 @@ fn a_killed_calibration_goes_on_from_its_last_save() {
     child.wait().expect("waited for");
     assert!(partial.exists(), "the run ended before it could be killed");
 
+    // Under another name it passes for finished statistics nowhere.
+    std::fs::copy(&partial, scratch.join("renamed.safetensors")).expect("copied");
+    let evaluate = args([&"eval", &"ppl", &model(), &"--text", &text(), &"--stats", &"renamed.safetensors"]);
+    let solve = ["solve", "renamed.safetensors", "--out", "t.safetensors"].map(str::to_owned).to_vec();
+    for (user, code) in [(evaluate, 2), (solve, 2), (args([&"inspect", &"renamed.safetensors"]), 1)] {
+        let run = program.run(&user);
+        assert_eq!(run.code, Some(code), "{run:?}");
+        let said = [run.stdout.as_str(), &run.stderr].concat();
+        assert!(said.contains("holds the sums of an unfinished run: "), "{run:?}");
+    }
+    std::fs::remove_file(scratch.join("renamed.safetensors")).expect("removed");
+
     let again = program.run(&command("calibrate", "part.safetensors", &[]));
     assert_eq!(again.code, Some(2), "{again:?}");
     assert!(

@@ -232,6 +232,7 @@ fn a_limit_on_file_sizes_is_an_ordinary_error() {
         run.stderr.contains("hint: lift the limit on file sizes") && run.stderr.contains("--resume continues"),
         "{run:?}"
     );
+    assert!(run.stderr.contains("bundle/model.safetensors: ") && !run.stderr.contains("wush-partial"), "{run:?}");
     assert_eq!(names(scratch.path()), ["bundle.wush-work"]);
     let resumed = wush(&scratch).ok(&on_demo("convert", &["--out", "bundle", "--resume"]));
     assert!(resumed.stderr.contains("all sequences are done"), "{resumed:?}");
@@ -240,6 +241,7 @@ fn a_limit_on_file_sizes_is_an_ordinary_error() {
     let limited = wush(&scratch).command_after("ulimit -f 1", &stats).output().expect("started");
     let run = Outcome::of(limited);
     assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("stats.safetensors: cannot write") && !run.stderr.contains("wush-partial"), "{run:?}");
     assert_eq!(names(scratch.path()), ["bundle", "ids.json"]);
 }
 

@@ -11,6 +11,7 @@ use crate::layers::{
     Roles, check_finite, check_finite_rows, check_format, format_metadata, has, head_shape, layer_ids, parse_meta,
     tensor_name,
 };
+use crate::seal::content_hash;
 use crate::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use crate::{FormatError, Result};
 
@@ -110,6 +111,16 @@ pub struct ValueSidecar {
 }
 
 impl KeySidecar {
+    /// Hash over what keys and queries go through: every tensor, by [`content_hash`], whatever the weights are and however the
+    /// file was written. A cache of keys says by it what they went through.
+    pub fn content_hash(&self) -> Sha {
+        let tensors = self.layers.iter().flat_map(|(&layer, entry)| {
+            entry.tensors().map(move |(role, _, data)| (tensor_name(layer, role), to_le_bytes(data)))
+        });
+        let tensors: BTreeMap<String, Vec<u8>> = tensors.collect();
+        content_hash(tensors.iter().map(|(name, bytes)| (name.as_str(), bytes.as_slice())))
+    }
+
     /// Reads a key sidecar: version, shapes, finiteness. Whether `query = key^{-T}`, and whether the feedback is unit lower
     /// triangular, is `inspect`'s and the runtime's check.
     ///
@@ -167,6 +178,12 @@ impl KeyLayer {
     /// Transforms alone: keys as they are, no feedback. `key` and `query`: `[n_kv, d, d]`.
     pub fn new(n_kv_heads: usize, head_dim: usize, key: Vec<f32>, query: Vec<f32>) -> Self {
         Self { n_kv_heads, head_dim, key, query, key_mean: None, key_feedback: None }
+    }
+
+    /// KV heads whose mean key is not all zero, rising.
+    pub fn centered_keys(&self) -> Vec<usize> {
+        let means = self.key_mean.iter().flat_map(|means| means.chunks(self.head_dim.max(1))).enumerate();
+        means.filter(|(_, mean)| mean.iter().any(|&x| x != 0.0)).map(|(head, _)| head).collect()
     }
 
     /// Role, shape and data of what there is.
@@ -283,6 +300,10 @@ fn write_sidecar<'a>(
     let mut metadata = format_metadata(format, SIDECAR_VERSION);
     metadata.insert("model_hash".to_owned(), model_hash.to_string());
     write_tensor_file(path, &written, &metadata)
+}
+
+fn to_le_bytes(data: &[f32]) -> Vec<u8> {
+    data.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 /// Refuses a NaN or an infinity in a tensor `[n_kv, d]` or `[n_kv, d, d]`.

@@ -69,6 +69,18 @@ pub enum FormatError {
         /// The version that can be read.
         expected: u32,
     },
+    /// Parts of a bundle that do not belong together: a sidecar and the manifest, or both and the model.
+    #[error("{path}: does not fit its bundle: {what}: expected {expected}, found {found}")]
+    Unfit {
+        /// The part.
+        path: PathBuf,
+        /// In what.
+        what: String,
+        /// As the manifest, or the model, has it.
+        expected: String,
+        /// As the part has it.
+        found: String,
+    },
     /// The output is there already.
     #[error("{path}: exists already")]
     Exists {
@@ -97,6 +109,25 @@ impl FormatError {
             detail.push('…');
         }
         Self::Invalid { path: path.to_owned(), kind, detail }
+    }
+
+    /// The same of `to` where it names `from` or something below it: a user knows the output, and not the hidden place where it
+    /// is built.
+    pub fn moved(mut self, from: &Path, to: &Path) -> Self {
+        let path = match &mut self {
+            Self::Io { path, .. }
+            | Self::Invalid { path, .. }
+            | Self::MissingTensor { path, .. }
+            | Self::WrongTensor { path, .. }
+            | Self::Version { path, .. }
+            | Self::Unfit { path, .. }
+            | Self::Exists { path }
+            | Self::Busy { path } => path,
+        };
+        if let Ok(rest) = path.strip_prefix(from) {
+            *path = if rest.as_os_str().is_empty() { to.to_owned() } else { to.join(rest) };
+        }
+        self
     }
 
     /// The remedy, if one is known: a line of its own, never part of the message.
@@ -129,9 +160,32 @@ impl FormatError {
                 "the file is damaged or of another kind: make it again with this version of wush"
             }
             Self::Version { .. } => "make the file again with this version of wush, or use the version that made it",
+            Self::Unfit { .. } => {
+                "a part of the bundle is missing, damaged or another bundle's: `wush inspect` says what else; copy it whole, or make \
+                 it again"
+            }
             Self::Exists { .. } => "remove it, or choose another output path",
             Self::Busy { .. } => "wait for the other run, or choose another output path",
         };
         Some(hint.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_in_the_hidden_place_is_named_by_the_output() {
+        let (from, to) = (Path::new("/x/.out.wush-partial"), Path::new("/x/out"));
+        for (path, expected) in [
+            ("/x/.out.wush-partial/wush/manifest.json", "/x/out/wush/manifest.json"),
+            ("/x/.out.wush-partial", "/x/out"),
+            ("/x/.out.wush-partials/a", "/x/.out.wush-partials/a"),
+            ("/y", "/y"),
+        ] {
+            let busy = FormatError::Busy { path: path.into() }.moved(from, to).to_string();
+            assert_eq!(busy, format!("{expected}: another run is writing here"));
+        }
     }
 }

@@ -13,9 +13,9 @@ use crate::{FormatError, Result};
 /// Layer ids are below this: far above every model, small enough to count up to.
 pub(crate) const MAX_LAYERS: usize = 1 << 16;
 /// Metadata key of the format's name.
-const FORMAT_KEY: &str = "format";
+pub(crate) const FORMAT_KEY: &str = "format";
 /// Metadata key of the format's version.
-const VERSION_KEY: &str = "version";
+pub(crate) const VERSION_KEY: &str = "version";
 
 pub(crate) fn tensor_name(layer: usize, role: &str) -> String {
     format!("layers.{layer}.{role}")

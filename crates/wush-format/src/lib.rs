@@ -29,6 +29,8 @@ pub mod json;
 mod layers;
 pub mod manifest;
 pub mod monitor;
+pub mod seal;
+pub mod sidecars;
 pub mod tensor_file;
 pub mod text;
 pub mod transforms;

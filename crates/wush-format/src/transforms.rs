@@ -11,17 +11,24 @@ use crate::layers::{
     layer_ids, parse_meta, tensor_name,
 };
 use crate::manifest::{Calibration, LayerReport, Solve};
+use crate::seal::{CONTENT_HASH, check_seal, seal};
+use crate::sidecars::NEVER;
 use crate::tensor_file::{NewTensor, TensorFile, write_tensor_file};
+use crate::text::printable;
 use crate::{FormatError, Result};
 
 /// Version of the transforms file's layout.
-pub const TRANSFORMS_VERSION: u32 = 2;
+pub const TRANSFORMS_VERSION: u32 = 3;
 /// `format` in its metadata.
 const FORMAT: &str = "wush-transforms";
 /// Metadata entries besides format and version.
-const METADATA: [&str; 4] = ["calibration", "model_hash", "report", "solve"];
+const METADATA: [&str; 5] = ["calibration", CONTENT_HASH, "model_hash", "report", "solve"];
 /// What a layer has.
 const ROLES: Roles = Roles { required: &["key", "value"], optional: &["key_mean", "key_feedback", "value_feedback"] };
+
+/// Largest element of a feedback matrix: L_ij² is at most the condition number of the metric, and beyond a condition of 2⁵² f64
+/// factors nothing.
+const MAX_FEEDBACK: f64 = (1u64 << 26) as f64;
 
 /// Square matrices, one a head: `[n_heads, dim, dim]`, row-major f64.
 #[derive(Debug, Clone, PartialEq)]
@@ -104,7 +111,8 @@ pub struct Transforms {
 }
 
 impl Transforms {
-    /// Reads and checks a transforms file: shapes, finiteness, format version.
+    /// Reads and checks a transforms file: format version, content, shapes, finiteness, feedback that is unit lower triangular, and
+    /// that there is what `solve` and `report` say.
     ///
     /// # Errors
     /// `Io`, `Invalid`, `Version`, `MissingTensor`, `WrongTensor`.
@@ -118,32 +126,34 @@ impl Transforms {
     /// `Invalid`, `Version`, `MissingTensor`, `WrongTensor`.
     pub fn from_file(file: &TensorFile) -> Result<Self> {
         check_format(file, FORMAT, TRANSFORMS_VERSION, &METADATA)?;
+        check_seal(file, FORMAT)?;
         let mut layers = BTreeMap::new();
         for layer in layer_ids(file, FORMAT, &ROLES)? {
             let transforms = read_layer(file, layer)?;
             check_layer(file.path(), layer, &transforms)?;
             layers.insert(layer, transforms);
         }
-        let solve: Solve = json_meta(file, "solve")?;
-        check_damping(file.path(), solve.damping)?;
-        Ok(Self {
+        let read = Self {
             layers,
             model_hash: parse_meta(file, FORMAT, "model_hash")?,
-            solve,
+            solve: json_meta(file, "solve")?,
             calibration: file
                 .metadata()
                 .contains_key("calibration")
                 .then(|| json_meta(file, "calibration"))
                 .transpose()?,
             report: json_meta(file, "report")?,
-        })
+        };
+        read.check_claims(file.path())?;
+        Ok(read)
     }
 
     /// Writes it, atomically and with the same bytes for the same content.
     ///
     /// # Errors
-    /// `Io`, `Busy`; `Invalid` for a number that is not finite, `WrongTensor` for data that is not `[n_heads, dim, dim]`,
-    /// `MissingTensor` for a layer without what others have: what `load` would refuse is not written.
+    /// `Io`, `Busy`; `Invalid` for a number that is not finite or a record of something else, `WrongTensor` for data that is not
+    /// `[n_heads, dim, dim]` and for feedback that is none, `MissingTensor` for a layer without what others have: what `load` would
+    /// refuse is not written.
     pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
         let mut tensors = BTreeMap::new();
         for (&layer, transforms) in &self.layers {
@@ -164,13 +174,74 @@ impl Transforms {
                 return Err(FormatError::MissingTensor { path: path.to_owned(), name: tensor_name(layer, role) });
             }
         }
-        write_tensor_file(path, &tensors, &self.metadata(path)?)
+        self.check_claims(path)?;
+        let mut metadata = self.metadata(path)?;
+        seal(&tensors, &mut metadata);
+        write_tensor_file(path, &tensors, &metadata)
+    }
+
+    /// There is what the record says, and no more: a fold copies the record into the manifest, whose readers go by it.
+    fn check_claims(&self, path: &Path) -> Result<()> {
+        let Solve { damping, center_keys, feedback, .. } = &self.solve;
+        check_damping(path, *damping)?;
+        let claims = [
+            ("key_mean", center_keys != NEVER, format!("center_keys {center_keys}")),
+            ("key_feedback", *feedback, format!("feedback {feedback}")),
+            ("value_feedback", *feedback, format!("feedback {feedback}")),
+        ];
+        for (role, claimed, claim) in claims {
+            let has = |layer: &LayerTransforms| match role {
+                "key_mean" => layer.key_mean.is_some(),
+                "key_feedback" => layer.key_feedback.is_some(),
+                _ => layer.value_feedback.is_some(),
+            };
+            if let Some(layer) = self.layers.iter().find_map(|(layer, entry)| (has(entry) != claimed).then_some(layer))
+            {
+                let found = if claimed { "has none" } else { "has some" };
+                let detail = format!("solve says {}, and layer {layer} {found}: {role}", printable(&claim));
+                return Err(FormatError::invalid(path, FORMAT, detail));
+            }
+        }
+        self.check_report(path)
+    }
+
+    /// The report has one entry a head of every layer, or none at all, and names the heads that have a mean.
+    fn check_report(&self, path: &Path) -> Result<()> {
+        if self.report.is_empty() {
+            return Ok(());
+        }
+        let stated = self
+            .report
+            .iter()
+            .map(|report| (report.layer, report.key.len(), report.value.len(), report.centered_keys.clone()));
+        let found = self
+            .layers
+            .iter()
+            .map(|(&layer, entry)| (layer, entry.key.n_heads, entry.value.n_heads, entry.centered_keys()));
+        let (stated, found): (Vec<_>, Vec<_>) = (stated.collect(), found.collect());
+        if stated == found {
+            return Ok(());
+        }
+        let at = stated.iter().zip(&found).take_while(|(a, b)| a == b).count();
+        let in_words = |entry: Option<&(usize, usize, usize, Vec<usize>)>| {
+            entry.map_or_else(
+                || "nothing".to_owned(),
+                |(layer, key, value, centered)| {
+                    format!("layer {layer} with {key} key and {value} value heads, of which {centered:?} are centred")
+                },
+            )
+        };
+        let detail = format!(
+            "the report is not of these transforms: it has {}, they have {}",
+            in_words(stated.get(at)),
+            in_words(found.get(at))
+        );
+        Err(FormatError::invalid(path, FORMAT, detail))
     }
 
     fn metadata(&self, path: &Path) -> Result<BTreeMap<String, String>> {
         let mut metadata = format_metadata(FORMAT, TRANSFORMS_VERSION);
         let mut put = |key: &str, value: String| metadata.insert(key.to_owned(), value);
-        check_damping(path, self.solve.damping)?;
         put("model_hash", self.model_hash.to_string());
         put("solve", to_json(path, &self.solve)?);
         put("report", to_json(path, &self.report)?);
@@ -188,8 +259,29 @@ fn check_layer(path: &Path, layer: usize, transforms: &LayerTransforms) -> Resul
         check_same_heads(path, layer, role, n_heads, matrices.n_heads)?;
         check_finite(path, &tensor_name(layer, role), matrices.dim, matrices.data.iter().copied())?;
     }
+    for (role, matrices) in transforms.matrices().filter(|(role, _)| role.ends_with("_feedback")) {
+        check_unit_lower(path, &tensor_name(layer, role), matrices)?;
+    }
     let means = transforms.key_mean.iter().flatten().copied();
     check_finite_rows(path, &tensor_name(layer, "key_mean"), transforms.key.dim, means)
+}
+
+/// Refuses a matrix that is no factor L of a metric: an encoder would.
+fn check_unit_lower(path: &Path, name: &str, matrices: &HeadMatrices) -> Result<()> {
+    let dim = matrices.dim;
+    let fits = |at: usize, x: f64| match (at / dim % dim).cmp(&(at % dim)) {
+        std::cmp::Ordering::Greater => x.abs() <= MAX_FEEDBACK,
+        std::cmp::Ordering::Equal => x == 1.0,
+        std::cmp::Ordering::Less => x == 0.0,
+    };
+    let Some(at) = matrices.data.iter().enumerate().position(|(at, &x)| !fits(at, x)) else { return Ok(()) };
+    let (head, row, column) = (at / dim / dim, at / dim % dim, at % dim);
+    Err(FormatError::WrongTensor {
+        path: path.to_owned(),
+        name: name.to_owned(),
+        expected: "a unit lower triangular matrix of elements up to 2^26".to_owned(),
+        found: format!("{:e} in head {head}, row {row}, column {column}", matrices.data[at]),
+    })
 }
 
 fn check_damping(path: &Path, damping: f64) -> Result<()> {

@@ -12,6 +12,7 @@ use wush_format::manifest::{
     Basis, Calibration, FileEntry, FoldReport, HeadReport, LayerReport, Manifest, ModuleError, Sensitivity, Solve,
     Source, Status, is_inside,
 };
+use wush_format::seal::seal;
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 
@@ -51,10 +52,11 @@ fn layer_report(layer: usize) -> LayerReport {
 
 fn transforms() -> Transforms {
     let matrices = |first: f64| HeadMatrices { n_heads: 1, dim: 2, data: vec![first, 0.0, -0.0, 1.0 / 3.0] };
+    let lower = |below: f64| HeadMatrices { n_heads: 1, dim: 2, data: vec![1.0, -0.0, below, 1.0] };
     let layer = |first| LayerTransforms {
         key_mean: Some(vec![first, -0.0]),
-        key_feedback: Some(matrices(1.0)),
-        value_feedback: Some(matrices(2.0)),
+        key_feedback: Some(lower(1.0 / 3.0)),
+        value_feedback: Some(lower(-f64::from(1 << 26))),
         ..LayerTransforms::new(matrices(first), matrices(-first))
     };
     Transforms {
@@ -65,6 +67,8 @@ fn transforms() -> Transforms {
             exponent: 0.1 + 0.3,
             seed: u64::MAX,
             stats_hash: Some(Sha::of(b"stats")),
+            center_keys: "auto".to_owned(),
+            feedback: true,
             ..Solve::as_published("wush")
         },
         calibration: Some(calibration()),
@@ -119,7 +123,12 @@ fn every_document_reads_back_bit_for_bit() {
     round_trip!(Transforms, transforms());
     round_trip!(
         Transforms,
-        Transforms { solve: Solve::as_published("identity"), calibration: None, report: vec![], ..transforms() }
+        Transforms {
+            solve: Solve { transform: "identity".to_owned(), stats_hash: None, ..transforms().solve },
+            calibration: None,
+            report: vec![],
+            ..transforms()
+        }
     );
     round_trip!(Manifest, manifest());
 }
@@ -228,6 +237,8 @@ fn changed(change: impl FnOnce(&mut BTreeMap<String, NewTensor>, &mut BTreeMap<S
     };
     let mut tensors: BTreeMap<_, _> = file.tensors().keys().map(own).collect();
     change(&mut tensors, &mut metadata);
+    // Who edits a file on purpose hashes it again.
+    seal(&tensors, &mut metadata);
     write_tensor_file(&path, &tensors, &metadata).expect("writes");
     Transforms::load(&path).expect_err("must be refused")
 }
@@ -263,7 +274,7 @@ fn a_transforms_file_with_bad_metadata_is_refused() {
     let negative = serde_json::to_string(&negative).expect("plain data");
     let cases: [(&str, &str, &str); 7] = [
         ("format", "wush-key-transforms", "expected the metadata entry format = wush-transforms"),
-        ("version", "1", "wush-transforms format version \"1\", expected 2"),
+        ("version", "2", "wush-transforms format version \"2\", expected 3"),
         ("model_hash", "abc", "metadata entry model_hash = \"abc\""),
         ("solve", "{}", "metadata entry solve: missing field"),
         ("solve", &negative, "damping -1, expected a finite number"),
@@ -276,6 +287,107 @@ fn a_transforms_file_with_bad_metadata_is_refused() {
     }
     let error = changed(|_, metadata| drop(metadata.remove("solve"))).to_string();
     assert!(error.contains("metadata entry \"solve\" is missing"), "{error}");
+}
+
+#[test]
+fn no_flipped_bit_is_read() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("t.safetensors");
+    transforms().save(&path).expect("saves");
+    let whole = std::fs::read(&path).expect("there");
+    let load = |bytes: &[u8]| Transforms::from_file(&TensorFile::from_bytes(&path, bytes.to_vec())?);
+    load(&whole).expect("nothing is wrong with it");
+    for bit in 0..8 * whole.len() {
+        let mut flipped = whole.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(load(&flipped).is_err(), "bit {} of byte {}", bit % 8, bit / 8);
+    }
+    let mut last = whole;
+    *last.last_mut().expect("not empty") ^= 1;
+    let error = load(&last).expect_err("a bit of the last element").to_string();
+    assert!(error.contains("its content is not what was written: content_hash is \""), "{error}");
+}
+
+/// A fold copies the record into the manifest, so a file whose record is of something else makes a bundle that nobody reads.
+#[test]
+fn transforms_that_are_not_what_their_record_says_are_neither_written_nor_read() {
+    type Edit = fn(&mut Transforms);
+    let cases: [(Edit, &str); 9] = [
+        (|t| t.solve.feedback = false, "solve says feedback false, and layer 0 has some: key_feedback"),
+        (
+            |t| t.layers.values_mut().for_each(|l| l.key_feedback = None),
+            "solve says feedback true, and layer 0 has none: key_feedback",
+        ),
+        (
+            |t| t.layers.values_mut().for_each(|l| l.value_feedback = None),
+            "solve says feedback true, and layer 0 has none: value_feedback",
+        ),
+        (|t| t.solve.center_keys = "never".to_owned(), "solve says center_keys never, and layer 0 has some: key_mean"),
+        (
+            |t| t.layers.values_mut().for_each(|l| l.key_mean = None),
+            "solve says center_keys auto, and layer 0 has none: key_mean",
+        ),
+        (
+            |t| drop(t.report.remove(1)),
+            "it has layer 10 with 1 key and 1 value heads, of which [0] are centred, they have layer 2",
+        ),
+        (|t| t.report[2].value.clear(), "it has layer 10 with 1 key and 0 value heads"),
+        (
+            |t| t.report[0].centered_keys.clear(),
+            "of which [] are centred, they have layer 0 with 1 key and 1 value heads, of which [0]",
+        ),
+        (
+            |t| t.report.push(layer_report(11)),
+            "it has layer 11 with 1 key and 1 value heads, of which [0] are centred, they have nothing",
+        ),
+    ];
+    for (edit, expected) in cases {
+        refused_both_ways(edit, expected);
+    }
+}
+
+#[test]
+fn feedback_that_no_encoder_takes_is_neither_written_nor_read() {
+    type Edit = fn(&mut [f64]);
+    let cases: [(Edit, &str); 4] = [
+        (|l| l[1] = 0.5, "5e-1 in head 0, row 0, column 1"),
+        (|l| l[3] = 1.0 + f64::EPSILON, "in head 0, row 1, column 1"),
+        (|l| l[0] = 0.0, "0e0 in head 0, row 0, column 0"),
+        (|l| l[2] = f64::from(1 << 26) + 1.0, "6.7108865e7 in head 0, row 1, column 0"),
+    ];
+    for (edit, expected) in cases {
+        let edit_layer = |t: &mut Transforms| {
+            edit(&mut t.layers.get_mut(&2).expect("there").value_feedback.as_mut().expect("there").data)
+        };
+        refused_both_ways(edit_layer, expected);
+    }
+}
+
+/// What `save` refuses, put into a file some other way, is what `load` refuses.
+fn refused_both_ways(edit: impl Fn(&mut Transforms), expected: &str) {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("t.safetensors");
+    let mut edited = transforms();
+    edit(&mut edited);
+    let error = edited.save(&path).expect_err(expected).to_string();
+    assert!(error.contains(expected) && !path.exists(), "{expected}: {error}");
+    let error = changed(|tensors, metadata| {
+        metadata.insert("solve".to_owned(), serde_json::to_string(&edited.solve).expect("plain data"));
+        metadata.insert("report".to_owned(), serde_json::to_string(&edited.report).expect("plain data"));
+        for (layer, entry) in &edited.layers {
+            let square = [("key_feedback", &entry.key_feedback), ("value_feedback", &entry.value_feedback)];
+            for (role, matrices) in square {
+                match matrices {
+                    Some(m) => tensors.insert(format!("layers.{layer}.{role}"), NewTensor::f64(&[1, 2, 2], &m.data)),
+                    None => tensors.remove(&format!("layers.{layer}.{role}")),
+                };
+            }
+            if entry.key_mean.is_none() {
+                tensors.remove(&format!("layers.{layer}.key_mean"));
+            }
+        }
+    });
+    assert!(error.to_string().contains(expected), "{expected}: {error}");
 }
 
 #[test]
@@ -368,6 +480,16 @@ fn pair() -> impl Strategy<Value = (usize, usize, Vec<f32>, Vec<f32>)> {
     })
 }
 
+/// Unit lower triangular, of numbers below 1 in magnitude.
+fn unit_lower(n_heads: usize, dim: usize, data: &[f32]) -> HeadMatrices {
+    let element = |(at, &x): (usize, &f32)| match (at / dim % dim).cmp(&(at % dim)) {
+        std::cmp::Ordering::Less => 0.0,
+        std::cmp::Ordering::Equal => 1.0,
+        std::cmp::Ordering::Greater => f64::from(x) / f64::from(f32::MAX),
+    };
+    HeadMatrices { n_heads, dim, data: data.iter().enumerate().map(element).collect() }
+}
+
 /// The same cases in every run.
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() }
@@ -406,12 +528,14 @@ proptest! {
             let mut transforms = LayerTransforms::new(wide(n, d, key), wide(n, d, value));
             if with_extras {
                 transforms.key_mean = Some(wide(n, d, key).data[..n * d].to_vec());
-                transforms.key_feedback = Some(wide(n, d, value));
-                transforms.value_feedback = Some(wide(n, d, key));
+                transforms.key_feedback = Some(unit_lower(*n, *d, value));
+                transforms.value_feedback = Some(unit_lower(*n, *d, key));
             }
             (layer, transforms)
         });
-        round_trip!(Transforms, Transforms { layers: layers.collect(), ..transforms() });
+        let center_keys = if with_extras { "auto" } else { "never" }.to_owned();
+        let solve = Solve { center_keys, feedback: with_extras, ..transforms().solve };
+        round_trip!(Transforms, Transforms { layers: layers.collect(), solve, report: vec![], ..transforms() });
     }
 
     #[test]

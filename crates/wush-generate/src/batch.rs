@@ -36,14 +36,17 @@ struct Place {
 }
 
 impl<'a> Batch<'a> {
-    /// No sequences yet. `transforms` are applied to keys and queries of the layers that they have, after RoPE; without any they
-    /// are cached as they are.
+    /// No sequences yet. `transforms` are applied to keys and queries after RoPE; without any they are cached as they are.
     ///
     /// # Errors
-    /// `Cache` when the transforms are of other heads.
-    pub fn new(decoder: &'a Resident<'a, Stored>, cache: KvCache, transforms: Option<KeyTransforms>) -> Result<Self> {
+    /// `Cache` when the transforms are of other heads, or not of all layers.
+    pub fn new(
+        decoder: &'a Resident<'a, Stored>,
+        mut cache: KvCache,
+        transforms: Option<KeyTransforms>,
+    ) -> Result<Self> {
         if let Some(transforms) = &transforms {
-            transforms.check(cache.config())?;
+            cache.set_transforms(transforms)?;
         }
         Ok(Self { decoder, cache, transforms, places: BTreeMap::new() })
     }
@@ -165,7 +168,7 @@ impl<'a> Batch<'a> {
         let (cache, transforms) = (&mut self.cache, &self.transforms);
         let attend = |layer: usize, [q, k, v]: [&Rows; 3]| -> Result<Rows> {
             let mut out = Rows::zeros(q.n_rows, q.width);
-            match transforms.as_ref().filter(|transforms| transforms.has(layer)) {
+            match transforms.as_ref() {
                 None => {
                     let chunk = Chunk { queries: &q.data, keys: &k.data, values: &v.data };
                     cache.step(layer, parts, chunk, &mut out.data)?;

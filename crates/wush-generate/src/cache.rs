@@ -1,5 +1,7 @@
 //! The cache of a model: every layer's attention as the runtime is told of it, and what a sequence takes in it.
 
+use wush_format::hash::Sha;
+use wush_model::rope::Frequencies;
 use wush_model::spec::{AttentionSpec, LayerSpec, ModelSpec};
 use wush_quant::{Codec, LayerBits, Method, Role, ScaleDtype};
 use wush_runtime::{CacheConfig, FullDtype, LayerConfig, Precision, RuntimeError, Windows};
@@ -49,7 +51,8 @@ impl CacheSettings {
         };
         let full = if self.quantizes() { FullDtype::Bf16 } else { FullDtype::F32 };
         let config = CacheConfig::new(layers?);
-        let config = CacheConfig { windows: self.windows, full, page_tokens: PAGE_TOKENS, rewind: 0, ..config };
+        let rope = Some(describe_rope(spec));
+        let config = CacheConfig { windows: self.windows, full, page_tokens: PAGE_TOKENS, rewind: 0, rope, ..config };
         config.check()?;
         Ok(config)
     }
@@ -58,6 +61,25 @@ impl CacheSettings {
         let stored = |role| Precision::new(bits.of(role).get(), &self.quantizer, role, ScaleDtype::Bf16);
         Ok(layer_config(attn, stored(Role::Key)?, stored(Role::Value)?))
     }
+}
+
+/// How positions enter keys: what people would name of the first layer's embedding, and a digest over all layers'.
+fn describe_rope(spec: &ModelSpec) -> String {
+    /// Hex digits of the digest that are shown: 64 bits tell the embeddings of one model apart.
+    const N_DIGITS: usize = 16;
+    let ropes: Vec<_> = spec.layers.iter().map(|layer| &layer.attn.rope).collect();
+    // The shortest text of a number that reads back as it: different numbers, different text.
+    let digest = Sha::of(format!("{ropes:?}").as_bytes()).to_string();
+    let first = spec.layers.iter().find_map(|layer| layer.attn.rope.as_ref());
+    let kind = first.map_or("none".to_owned(), |rope| {
+        let kind = match rope.frequencies {
+            Frequencies::Fixed(_) => "fixed",
+            Frequencies::ByLength { .. } => "by length",
+            Frequencies::Dynamic { .. } => "dynamic",
+        };
+        format!("{kind}, attention factor {}", rope.attention_factor)
+    });
+    format!("{kind}, {}", &digest[..N_DIGITS])
 }
 
 fn layer_config(attn: &AttentionSpec, keys: Precision, values: Precision) -> LayerConfig {

@@ -20,8 +20,8 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// An empty sequence that will begin with `n_prompt` tokens. `transforms` are applied to keys and queries of the layers that
-    /// they have, after RoPE; without any they are cached as they are.
+    /// An empty sequence that will begin with `n_prompt` tokens. `transforms` are applied to keys and queries after RoPE; without
+    /// any they are cached as they are.
     ///
     /// # Errors
     /// `Cache` when the transforms are of other heads; `TooLong`.

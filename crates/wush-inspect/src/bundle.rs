@@ -37,7 +37,8 @@ pub(crate) fn inspect(dir: &Path, base: Option<&Base>, monitor: &dyn Monitor) ->
     let mut report = Report::new(dir, Kind::Bundle);
     let wush = dir.join(WUSH_DIR);
     let manifest = Manifest::load(&wush.join(MANIFEST));
-    let with_feedback = manifest.as_ref().is_ok_and(|manifest| manifest.solve.feedback);
+    // A manifest that cannot be read says nothing of what should be there.
+    let with_feedback = manifest.as_ref().ok().map(|manifest| manifest.solve.feedback);
     report.check_result("wush folder", files::check_wush_folder(dir, with_feedback));
     let beside = files::beside(dir);
     if !beside.is_empty() {

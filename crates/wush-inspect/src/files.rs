@@ -94,8 +94,12 @@ pub(crate) fn beside(dir: &Path) -> Vec<&'static str> {
 /// Whether `wush/` holds the files that wush writes and nothing else, listed in the manifest or not: what lies there is read as
 /// wush's. A link could lead anywhere tomorrow; only those of a snapshot in the hub's cache, to blobs of the same repository, are
 /// what its downloads look like.
-pub(crate) fn check_wush_folder(dir: &Path, with_feedback: bool) -> Result<String, String> {
-    let expected: BTreeSet<&str> = WUSH_FILES.into_iter().chain(with_feedback.then_some(VALUE_FEEDBACK)).collect();
+///
+/// `with_feedback`: whether the values' feedback is to be there; either way where nobody knows.
+pub(crate) fn check_wush_folder(dir: &Path, with_feedback: Option<bool>) -> Result<String, String> {
+    let feedback = (with_feedback == Some(true)).then_some(VALUE_FEEDBACK);
+    let expected: BTreeSet<&str> = WUSH_FILES.into_iter().chain(feedback).collect();
+    let may_be = |name: &str| expected.contains(name) || (with_feedback.is_none() && name == VALUE_FEEDBACK);
     let wush = dir.join(WUSH_DIR);
     let unreadable = |error: std::io::Error| format!("{}: {error}", wush.display());
     let mut problems = Vec::new();
@@ -106,7 +110,7 @@ pub(crate) fn check_wush_folder(dir: &Path, with_feedback: bool) -> Result<Strin
     for entry in std::fs::read_dir(&wush).map_err(unreadable)?.take(MAX_FILES) {
         let entry = entry.map_err(unreadable)?;
         let (name, kind) = (entry.file_name().to_string_lossy().into_owned(), entry.file_type().map_err(unreadable)?);
-        if !expected.contains(name.as_str()) {
+        if !may_be(&name) {
             problems.push(format!("{WUSH_DIR}/{name} is nothing that wush writes"));
         } else if kind.is_symlink() && !is_blob(dir, &entry.path()) {
             problems.push(format!("{WUSH_DIR}/{name} is a link"));

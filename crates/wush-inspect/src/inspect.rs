@@ -81,18 +81,14 @@ impl Base {
 
     /// Checks that something was made for this model.
     fn check_hash(&self, report: &mut Report, monitor: &dyn Monitor) -> Result<()> {
+        // What could not be read names no model, and its failed check says why.
+        let Some(expected) = report.model_hash else { return Ok(()) };
         let found = self.hash(monitor)?;
-        match report.model_hash {
-            Some(expected) if expected == found => {
-                report.check("belongs to base", true, format!("model hash {}", digest(&found)))
-            }
-            Some(expected) => report.check(
-                "belongs to base",
-                false,
-                format!("made for model {}, the base is {}", digest(&expected), digest(&found)),
-            ),
-            None => report.check("belongs to base", false, format!("names no model; the base is {}", digest(&found))),
-        }
+        let detail = match expected == found {
+            true => format!("model hash {}", digest(&found)),
+            false => format!("made for model {}, the base is {}", digest(&expected), digest(&found)),
+        };
+        report.check("belongs to base", expected == found, detail);
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 
 mod bundle;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -10,7 +11,9 @@ use bundle::support::{Layout, Tiny};
 use bundle::{Bundle, assert_only, complete, detail, failed, solved, statistics, tiny, value_problem};
 use tempfile::TempDir;
 use wush_fold::{FoldDtype, invert};
-use wush_format::bundle::{KEY_TRANSFORMS, KeySidecar, VALUE_TRANSFORMS, WUSH_DIR};
+use wush_format::bundle::{
+    FeedbackLayer, KEY_TRANSFORMS, KeySidecar, VALUE_FEEDBACK, VALUE_TRANSFORMS, ValueFeedback, WUSH_DIR,
+};
 use wush_format::hash::Sha;
 use wush_format::manifest::{HeadReport, Manifest};
 use wush_format::monitor::Quiet;
@@ -482,7 +485,7 @@ fn escapes_reach_no_terminal_and_no_page() {
     }
 }
 
-type Parts = (std::collections::BTreeMap<String, NewTensor>, std::collections::BTreeMap<String, String>);
+type Parts = (BTreeMap<String, NewTensor>, BTreeMap<String, String>);
 
 fn parts(path: &Path) -> Parts {
     Transforms::load(path).expect("valid");
@@ -492,4 +495,39 @@ fn parts(path: &Path) -> Parts {
         NewTensor { dtype: view.dtype, shape: view.shape.to_vec(), bytes: view.bytes.to_vec() }
     };
     (file.tensors().keys().map(|name| (name.clone(), tensor(name))).collect(), file.metadata().clone())
+}
+
+/// What cannot be read is said to be that, and nothing is said of what was not seen.
+#[test]
+fn of_what_cannot_be_read_nothing_else_is_said() {
+    let bundle = honest();
+    let feedback = ValueFeedback {
+        layers: BTreeMap::from([(0, FeedbackLayer { n_kv_heads: 1, head_dim: 1, value_feedback: vec![1.0] })]),
+        model_hash: Sha([1; 32]),
+    };
+    feedback.save(&bundle.dir.join(WUSH_DIR).join(VALUE_FEEDBACK)).expect("saved");
+    fs::write(bundle.manifest_path(), b"{").expect("written");
+    let report = bundle.inspect(false);
+    assert_only(&report, &["manifest"]);
+    assert!(!to_text(&report).contains("nothing that wush writes"), "{}", to_text(&report));
+    fs::write(bundle.dir.join(WUSH_DIR).join("more"), b"").expect("written");
+    assert_only(&bundle.inspect(false), &["wush folder", "manifest"]);
+
+    let statistics = bundle.source.with_file_name("s.safetensors");
+    let transforms = bundle.source.with_file_name("t.safetensors");
+    statistics_of(&bundle.source, &statistics);
+    complete(tiny(Layout::Llama).transforms(&bundle.source)).save(&transforms).expect("saved");
+    for (path, check) in [(statistics, "statistics"), (transforms, "transforms")] {
+        assert!(inspect(&path, Some(&bundle.source), &Quiet).expect("read").checks.len() > 2);
+        let mut bytes = fs::read(&path).expect("there");
+        *bytes.last_mut().expect("not empty") ^= 1;
+        fs::write(&path, bytes).expect("written");
+        let report = inspect(&path, Some(&bundle.source), &Quiet).expect("read");
+        assert_only(&report, &[check]);
+        assert!(!to_text(&report).contains("belongs to base"), "{}", to_text(&report));
+    }
+}
+
+fn statistics_of(source: &Path, path: &Path) {
+    statistics(&tiny(Layout::Llama), source).save(path).expect("saved");
 }

@@ -37,24 +37,29 @@ use crate::{PipelineError, Result};
 /// `Mismatch` when the transforms belong to another model; whatever folding or the forward passes refuse; `Io`;
 /// `Interrupted`. Nothing is left behind then.
 pub(crate) fn build(plan: FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<ConvertReport> {
-    let (model, dir) = (&plan.model, plan.out.staged());
-    require_shapes(model, transforms)?;
-    require_length(model, transforms.calibration.as_ref())?;
-    let folded =
-        wush_fold::fold(&model.checkpoint, &model.spec, transforms, dir, plan.dtype, env.monitor).in_stage("fold")?;
-    let sidecar = write_sidecars(dir, transforms, folded.folded_hash).in_stage("fold")?;
-    let checked = Checked {
-        equivalence: check_equivalence(&plan, dir, &sidecar, env).in_stage("verify")?,
-        sensitivity: sensitivity(&plan, transforms, env).in_stage("measure")?,
-    };
-    let manifest = write_manifest(&plan, transforms, folded, checked, dir).in_stage("emit")?;
+    require_shapes(&plan.model, transforms)?;
+    require_length(&plan.model, transforms.calibration.as_ref())?;
+    let manifest = stage(&plan, transforms, env).map_err(|error| plan.out.named(error))?;
     let target = match manifest.status {
         Status::Complete => plan.out.path.clone(),
         Status::Failed => plan.out.failed(),
     };
-    let report = report(&plan, manifest, WrittenDir::measure(dir, &target)?);
+    let report = report(&plan, manifest, WrittenDir::measure(plan.out.staged(), &target)?);
     plan.out.commit_as(&target)?;
     Ok(report)
+}
+
+/// Everything inside the staging directory.
+fn stage(plan: &FoldPlan, transforms: &Transforms, env: &Environment<'_>) -> Result<Manifest> {
+    let (model, dir) = (&plan.model, plan.out.staged());
+    let folded =
+        wush_fold::fold(&model.checkpoint, &model.spec, transforms, dir, plan.dtype, env.monitor).in_stage("fold")?;
+    let sidecar = write_sidecars(dir, transforms, folded.folded_hash).in_stage("fold")?;
+    let checked = Checked {
+        equivalence: check_equivalence(plan, dir, &sidecar, env).in_stage("verify")?,
+        sensitivity: sensitivity(plan, transforms, env).in_stage("measure")?,
+    };
+    write_manifest(plan, transforms, folded, checked, dir).in_stage("emit")
 }
 
 /// No calibration of this model is longer than its longest position, with the scaling that it was calibrated with.

@@ -1,7 +1,6 @@
 //! A model's quantized cache, as `wush generate` and `wush serve` have it: what was asked for, held against the model and a
 //! bundle's manifest, and the cache that comes of it.
 
-use wush_format::bundle::{KEY_TRANSFORMS, WUSH_DIR};
 use wush_format::hash::Sha;
 use wush_format::manifest::Manifest;
 use wush_format::monitor::Monitor;
@@ -71,20 +70,12 @@ impl<'a> Cached<'a> {
     /// the weights themselves.
     pub(crate) fn cache(&self, model_hash: Sha) -> Result<(KvCache, Option<KeyTransforms>)> {
         let config = CacheConfig { model_hash: Some(model_hash), ..self.config.clone() };
-        let mut cache = KvCache::new(config).map_err(wush_generate::GenerateError::from)?;
-        if !self.model.checkpoint.is_bundle() || !self.settings.quantizes() {
-            return Ok((cache, None));
-        }
-        let of_bundle = |cache: &mut KvCache| {
-            let path = self.model.dir().join(WUSH_DIR).join(KEY_TRANSFORMS);
-            let transforms = KeyTransforms::load(&path, model_hash)?;
-            transforms.check(cache.config())?;
-            cache.set_feedback_of_bundle(self.model.dir())?;
-            Ok(transforms)
+        let made = if self.model.checkpoint.is_bundle() && self.settings.quantizes() {
+            KvCache::of_bundle(config, self.model.dir()).map(|(cache, transforms)| (cache, Some(transforms)))
+        } else {
+            KvCache::new(config).map(|cache| (cache, None))
         };
-        let transforms =
-            of_bundle(&mut cache).map_err(|e: wush_runtime::RuntimeError| PipelineError::Generate(e.into()))?;
-        Ok((cache, Some(transforms)))
+        made.map_err(|e| PipelineError::Generate(e.into()))
     }
 }
 

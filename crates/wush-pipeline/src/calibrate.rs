@@ -55,7 +55,7 @@ pub fn calibrate(request: &CalibrateRequest, env: &Environment<'_>) -> Result<Ca
     }
     let done = accumulate(&plan.model, &plan.calibration, Some(&partial), env.monitor);
     let done = done.in_stage("calibrate").map_err(|e| e.resumable(&partial))?;
-    let written = done.statistics.save(plan.out.staged()).map_err(|e| PipelineError::from(e).resumable(&partial))?;
+    let written = done.statistics.save(plan.out.staged()).map_err(|e| plan.out.named(e).resumable(&partial))?;
     let out = WrittenFile::new(&plan.out.path, written);
     plan.out.commit()?;
     discard(&partial)?;
@@ -101,7 +101,7 @@ pub(crate) fn accumulate(
         monitor.note(&format!("resume     {resumed_sequences} of {} sequences are done", plan.sequences.len()));
     }
     monitor.begin("calibrate", "tokens", n_tokens(&plan.sequences[resumed_sequences..]));
-    let mut saver = Saver::new(partial, resumed_sequences);
+    let mut saver = Saver::new(partial, resumed_sequences, plan.sequences.len());
     let gpus = match &model.device {
         Device::Cpu { .. } => {
             on_cpu(model, plan, &mut statistics, &mut saver, monitor)?;
@@ -163,8 +163,8 @@ fn weigh(
     monitor: &dyn Monitor,
     run: impl FnOnce(SecondPass<'_>) -> Result<()>,
 ) -> Result<()> {
-    partial.map(|path| statistics.save(path)).transpose()?;
     let total = plan.sequences.len();
+    partial.map(|path| statistics.save_unfinished(path, total)).transpose()?;
     let kept = partial.map(|_| Kept { done: total, total });
     monitor.begin("weigh", "tokens", n_tokens(&plan.sequences));
     run(SecondPass::new(statistics)?).map_err(|e| with_kept(e, kept))?;
@@ -194,7 +194,7 @@ fn begin(model: &Model, plan: &CalibrationPlan, partial: Option<&Path>) -> Resul
 /// # Errors
 /// `DamagedWork`.
 pub(crate) fn load_saved(path: &Path) -> Result<Statistics> {
-    Statistics::load(path)
+    Statistics::load_saved(path)
         .map_err(|source| PipelineError::DamagedWork { path: path.to_owned(), source: Box::new(source) })
 }
 
@@ -243,13 +243,15 @@ struct Saver<'a> {
     path: Option<&'a Path>,
     /// Sequences in the file.
     n_saved: usize,
+    /// Sequences of the run.
+    n_planned: usize,
     last: Instant,
     cost: Duration,
 }
 
 impl<'a> Saver<'a> {
-    fn new(path: Option<&'a Path>, n_saved: usize) -> Self {
-        Self { path, n_saved, last: Instant::now(), cost: Duration::ZERO }
+    fn new(path: Option<&'a Path>, n_saved: usize, n_planned: usize) -> Self {
+        Self { path, n_saved, n_planned, last: Instant::now(), cost: Duration::ZERO }
     }
 
     /// What an interruption leaves of `total` sequences.
@@ -265,7 +267,7 @@ impl<'a> Saver<'a> {
     fn save_if_due(&mut self, statistics: &Statistics) -> Result<()> {
         let Some(path) = self.path.filter(|_| self.is_due()) else { return Ok(()) };
         let start = Instant::now();
-        statistics.save(path)?;
+        statistics.save_unfinished(path, self.n_planned)?;
         self.n_saved = statistics.info.sequence_hashes.len();
         self.last = Instant::now();
         self.cost = self.last - start;

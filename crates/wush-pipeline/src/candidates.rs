@@ -4,11 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use wush_eval::cache::{LayerCache, Side};
-use wush_format::bundle::{
-    FeedbackLayer, KEY_TRANSFORMS, KeyLayer, KeySidecar, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR,
-};
+use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback};
 use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::{Calibration, Manifest, Sensitivity, Solve};
+use wush_format::sidecars::Sidecars;
 use wush_format::transforms::{HeadMatrices, LayerTransforms, Transforms};
 use wush_quant::{Codec, Feedback, LayerBits, Method, Role, ScaleDtype};
 use wush_runtime::KeyTransforms;
@@ -347,18 +346,12 @@ fn narrow(data: &[f64]) -> Vec<f32> {
 
 /// A bundle's own key transforms, mean keys and feedback.
 fn own(model: &Model, model_hash: Sha) -> Result<Candidate> {
-    let folder = model.dir().join(WUSH_DIR);
-    let Manifest { solve, calibration, sensitivity, .. } = model.bundle_manifest()?;
-    let keys = KeySidecar::load(&folder.join(KEY_TRANSFORMS))?;
+    model.bundle_manifest()?;
+    let sidecars = Sidecars::load(model.dir())?;
+    let heads: Vec<_> = model.spec.layers.iter().map(|layer| (layer.attn.n_kv_heads, layer.attn.head_dim)).collect();
+    sidecars.check_model(model_hash, &heads)?;
     // As a server takes them: only if query is key^{-T}.
-    KeyTransforms::from_sidecar(&folder.join(KEY_TRANSFORMS), &keys).map_err(wush_generate::GenerateError::from)?;
-    let feedback = folder.join(VALUE_FEEDBACK);
-    let values = if feedback.exists() { Some(ValueFeedback::load(&feedback)?) } else { None };
-    let belongs = |name: &str, found: Sha| match found == model_hash {
-        true => Ok(()),
-        false => Err(PipelineError::OtherWeights { path: folder.join(name), found, expected: model_hash }),
-    };
-    belongs(KEY_TRANSFORMS, keys.model_hash)?;
-    values.iter().try_for_each(|values| belongs(VALUE_FEEDBACK, values.model_hash))?;
+    KeyTransforms::from_sidecar(&sidecars.key_path(), &sidecars.keys).map_err(wush_generate::GenerateError::from)?;
+    let Sidecars { manifest: Manifest { solve, calibration, sensitivity, .. }, keys, values, .. } = sidecars;
     Ok(Candidate { name: OWN.to_owned(), solve, calibration, sensitivity, source: Source::Bundle { keys, values } })
 }

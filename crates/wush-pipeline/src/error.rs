@@ -452,6 +452,21 @@ impl PipelineError {
         Self::Resumable { source: Box::new(self), kept: kept.to_owned() }
     }
 
+    /// The same with files below `from` named below `to`: see [`FormatError::moved`].
+    pub(crate) fn moved(self, from: &Path, to: &Path) -> Self {
+        let moved = |error: FormatError| error.moved(from, to);
+        let inner = |source: Box<Self>| Box::new(source.moved(from, to));
+        match self {
+            Self::Format(error) => Self::Format(moved(error)),
+            Self::Checkpoint(CheckpointError::Format(error)) => Self::Checkpoint(CheckpointError::Format(moved(error))),
+            Self::Fold(FoldError::Format(error)) => Self::Fold(FoldError::Format(moved(error))),
+            Self::Stats(StatsError::Format(error)) => Self::Stats(StatsError::Format(moved(error))),
+            Self::Stage { stage, source } => Self::Stage { stage, source: inner(source) },
+            Self::Resumable { source, kept } => Self::Resumable { source: inner(source), kept },
+            other => other,
+        }
+    }
+
     /// The error without the stages that it passed.
     fn root(&self) -> &Self {
         match self {

@@ -25,7 +25,7 @@ pub fn merge(request: &MergeRequest, env: &Environment<'_>) -> Result<MergeRepor
     }
     env.monitor.end();
     let merged = Statistics::merge(parts).in_stage("merge")?;
-    let written = WrittenFile::new(&out.path, merged.save(out.staged())?);
+    let written = WrittenFile::new(&out.path, merged.save(out.staged()).map_err(|e| out.named(e))?);
     let text = too_little_text(merged.info.positions, merged.info.head_dim);
     let notes = text.into_iter().chain(out.name_note()).collect();
     out.commit()?;

@@ -52,6 +52,11 @@ impl NewFile {
         self.staged.path()
     }
 
+    /// An error of writing it, with the name that the user knows.
+    pub(crate) fn named(&self, error: impl Into<PipelineError>) -> PipelineError {
+        error.into().moved(self.staged(), &self.path)
+    }
+
     /// Puts it in place.
     ///
     /// # Errors
@@ -121,6 +126,11 @@ impl NewDir {
     /// Where to write now.
     pub fn staged(&self) -> &Path {
         self.staged.path()
+    }
+
+    /// An error of writing into it, with the names that the user knows.
+    pub(crate) fn named(&self, error: PipelineError) -> PipelineError {
+        error.moved(self.staged(), &self.path)
     }
 
     /// Puts it in place under `target`: its own path, or [`NewDir::failed`].

@@ -45,7 +45,7 @@ pub fn solve(request: &SolveRequest, env: &Environment<'_>) -> Result<SolveRepor
     notes.iter().for_each(|note| env.monitor.note(&format!("note       {note}")));
     let (stats_hash, _) = wush_format::hash::hash_file(&request.statistics)?;
     let transforms = solve_statistics(&statistics, Some(stats_hash), &plan, env.monitor).in_stage("solve")?;
-    let written = WrittenFile::new(&out.path, transforms.save(out.staged())?);
+    let written = WrittenFile::new(&out.path, transforms.save(out.staged()).map_err(|e| out.named(e))?);
     out.commit()?;
     Ok(SolveReport {
         model_id: statistics.info.model_id.clone(),

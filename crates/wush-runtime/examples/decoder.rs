@@ -134,13 +134,11 @@ impl Decoder {
         );
         let layer = layer.stored(stored(Role::Key)?, stored(Role::Value)?);
         let config = CacheConfig { windows: Windows::STUDY, ..CacheConfig::new(vec![layer; self.layers.len()]) };
-        if let Some(transforms) = &self.transforms {
-            transforms.check(&config)?;
+        if self.transforms.is_none() {
+            return Ok(KvCache::new(config)?);
         }
-        let mut cache = KvCache::new(config)?;
-        // What the encoder may use to lose less; reading is the same.
-        cache.set_feedback_of_bundle(&self.dir)?;
-        Ok(cache)
+        // With what the encoder may use to lose less; reading is the same.
+        Ok(KvCache::of_bundle(config, &self.dir)?.0)
     }
 
     /// Logits after the last of `tokens`, which follow what the cache holds of the sequence.

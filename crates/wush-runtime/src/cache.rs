@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
+use wush_format::hash::Sha;
 use wush_quant::{Feedback, MAX_MAGNITUDE};
 
 use crate::attention::{HeadView, tile_tokens};
@@ -81,9 +82,10 @@ impl KvCache {
             let made = matrices.chunks_exact(d * d).map(|lower| Feedback::new(d, lower));
             made.collect::<Result<_, _>>().map_err(|source| RuntimeError::Quant { layer, source })
         };
-        let keys = keys.map(|lower| of_heads("key feedback [KV heads, d, d]", lower)).transpose()?;
-        let values = values.map(|lower| of_heads("value feedback [KV heads, d, d]", lower)).transpose()?;
-        self.plans[layer].feedback = Pair::new(keys, values);
+        let made_keys = keys.map(|lower| of_heads("key feedback [KV heads, d, d]", lower)).transpose()?;
+        let made_values = values.map(|lower| of_heads("value feedback [KV heads, d, d]", lower)).transpose()?;
+        self.plans[layer].feedback = Pair::new(made_keys, made_values);
+        self.plans[layer].feedback_hashes = Pair::new(keys.map(hash_of), values.map(hash_of));
         Ok(())
     }
 
@@ -331,6 +333,10 @@ fn ends(parts: &[Part]) -> impl Iterator<Item = usize> {
         *end += part.n_tokens;
         Some(*end)
     })
+}
+
+fn hash_of(matrices: &[f32]) -> Sha {
+    Sha::of(&matrices.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
 }
 
 pub(crate) fn check_length(layer: usize, what: &'static str, expected: usize, found: usize) -> Result<()> {

@@ -44,7 +44,7 @@ impl BatchCache {
     /// `NoLayer`, `OtherHeads` for transforms of another model.
     pub fn over(mut cache: KvCache, transforms: Option<KeyTransforms>, batch: usize) -> Result<Self> {
         if let Some(transforms) = &transforms {
-            transforms.check(cache.config())?;
+            cache.set_transforms(transforms)?;
         }
         let sequences = (0..batch).map(|_| cache.add()).collect();
         Ok(Self { cache, transforms, sequences })

@@ -146,6 +146,13 @@ pub struct CacheConfig {
     pub rewind: usize,
     /// Weights that the cache belongs to: a saved cache of other weights is refused.
     pub model_hash: Option<Sha>,
+    /// [`KeyTransforms::hash`](crate::KeyTransforms::hash) of what keys go through before they are appended; none where they are
+    /// cached as they are. [`KvCache::set_transforms`](crate::KvCache::set_transforms) sets it; a saved cache of other transforms is
+    /// refused.
+    pub key_transforms: Option<Sha>,
+    /// How positions enter keys, in words that differ where the keys do ("yarn:4", say): nothing here reads it, and a saved cache
+    /// with other words is refused.
+    pub rope: Option<String>,
 }
 
 impl CacheConfig {
@@ -163,6 +170,8 @@ impl CacheConfig {
             page_tokens: Self::PAGE_TOKENS,
             rewind: Self::REWIND,
             model_hash: None,
+            key_transforms: None,
+            rope: None,
         }
     }
 

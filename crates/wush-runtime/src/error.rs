@@ -110,6 +110,14 @@ pub enum RuntimeError {
         /// As given.
         layer: usize,
     },
+    /// Key transforms other than those that the cache's configuration names.
+    #[error("key transforms: the cache is of those with hash {expected}, found {found}")]
+    OtherTransforms {
+        /// The configuration's.
+        expected: Sha,
+        /// Those given.
+        found: Sha,
+    },
     /// No such sequence: never added, or removed.
     #[error("sequence {sequence}: the cache holds none of this id")]
     NoSequence {
@@ -190,6 +198,18 @@ pub enum RuntimeError {
         /// The file's.
         found: String,
     },
+    /// Layers of different lengths: a forward pass has not reached all of them.
+    #[error("sequence {sequence}: layer {layer} holds {found} tokens, layer 0 holds {expected}: it is not saved")]
+    Uneven {
+        /// The sequence.
+        sequence: SequenceId,
+        /// The first layer of another length.
+        layer: usize,
+        /// Tokens of layer 0.
+        expected: usize,
+        /// Tokens of the layer.
+        found: usize,
+    },
     /// A candle tensor has another shape than the configuration asks for.
     #[cfg(feature = "candle")]
     #[error(
@@ -231,7 +251,11 @@ impl RuntimeError {
             Self::Config { .. } => {
                 "change that field of the configuration; a window that is not wanted is 0 tokens long"
             }
-            Self::NoTransforms { .. } => "keys of such a layer are cached as they are: ask `KeyTransforms::has` first",
+            Self::NoTransforms { .. } => {
+                "the sidecar is another model's, or incomplete: use the one of this model's bundle"
+            }
+            Self::OtherTransforms { .. } => "use the transforms that the configuration was made for",
+            Self::Uneven { .. } => "save between forward passes, or truncate to the tokens that every layer has",
             Self::NoSequence { .. } => "`KvCache::add` and `KvCache::fork` give ids; a removed one is not used again",
             Self::Twice { .. } => "append a sequence's tokens as one part",
             _ => return None,

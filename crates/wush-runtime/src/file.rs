@@ -3,7 +3,7 @@
 //!
 //! `layers.{i}.{sink,page,recent}_{keys,values}`, each `[n_kv, tokens, d]` in f32 or bf16, or packed `[n_kv, tokens, n_bytes]`
 //! as U8 (`wush_quant::Layout`); tensors of no token are left out. Metadata: `format`, `version`, `config` (JSON of what the
-//! numbers depend on) and `layers` (JSON: tokens held, quantized, let go).
+//! numbers depend on), `layers` (JSON: tokens held, quantized, let go) and `content_hash` (`wush_format::seal`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use wush_format::FormatError;
 use wush_format::hash::Sha;
+use wush_format::seal::{check_seal, content_hash, seal};
 use wush_format::tensor_file::{Dtype, NewTensor, TensorFile, write_tensor_file};
+use wush_format::text::printable;
 use wush_quant::MAX_MAGNITUDE;
 
 use crate::config::{CacheConfig, FullDtype, LayerConfig};
@@ -24,7 +26,7 @@ use crate::rows::{Full, Rows, Store};
 use crate::{KvCache, Result, RuntimeError, SequenceId, Windows};
 
 /// Version of the file's layout.
-pub const CACHE_VERSION: u32 = 1;
+pub const CACHE_VERSION: u32 = 2;
 /// `format` in its metadata.
 const FORMAT: &str = "wush-kv-cache";
 /// Most tokens of a sequence: far above every model, and sums with a window stay within 64 bits.
@@ -35,10 +37,20 @@ const ROLES: [&str; 2] = ["keys", "values"];
 #[derive(Serialize)]
 struct Saved<'a> {
     model_hash: Option<Sha>,
+    key_transforms: Option<Sha>,
+    rope: Option<&'a str>,
+    feedback: FeedbackHashes,
     full: FullDtype,
     windows: Windows,
     page_tokens: usize,
     layers: &'a [LayerConfig],
+}
+
+/// What the encoder was given, over all layers; none where it was given nothing that it uses.
+#[derive(Serialize)]
+struct FeedbackHashes {
+    keys: Option<Sha>,
+    values: Option<Sha>,
 }
 
 /// Tokens of one layer.
@@ -66,20 +78,25 @@ impl KvCache {
     /// Writes one sequence.
     ///
     /// # Errors
-    /// `NoSequence`; `Format` when the file cannot be written.
+    /// `NoSequence`; `Uneven` in the middle of a forward pass; `Format` when the file cannot be written.
     pub fn save(&self, sequence: SequenceId, path: &Path) -> Result<()> {
         let layers = self.layers(sequence)?;
+        let expected = layers.first().map_or(0, |layer| layer.len);
+        if let Some(layer) = layers.iter().position(|layer| layer.len != expected) {
+            return Err(RuntimeError::Uneven { sequence, layer, expected, found: layers[layer].len });
+        }
         let mut tensors = BTreeMap::new();
         for (plan, layer) in self.plans.iter().zip(layers) {
             put_layer(plan, layer, &mut tensors);
         }
         let counts: Vec<_> = layers.iter().map(Counts::of).collect();
-        let metadata = BTreeMap::from([
+        let mut metadata = BTreeMap::from([
             ("format".to_owned(), FORMAT.to_owned()),
             ("version".to_owned(), CACHE_VERSION.to_string()),
-            ("config".to_owned(), saved(&self.config).to_string()),
+            ("config".to_owned(), self.saved().to_string()),
             ("layers".to_owned(), serde_json::json!(counts).to_string()),
         ]);
+        seal(&tensors, &mut metadata);
         write_tensor_file(path, &tensors, &metadata)?;
         Ok(())
     }
@@ -91,21 +108,40 @@ impl KvCache {
     pub fn load(&mut self, path: &Path) -> Result<SequenceId> {
         let file = TensorFile::open(path)?;
         check_format(&file)?;
-        check_config(&file, &saved(&self.config))?;
+        check_seal(&file, FORMAT)?;
+        check_config(&file, &self.saved())?;
         let counts: Vec<Counts> = json(&file, "layers")?;
         if counts.len() != self.plans.len() {
             return Err(invalid(&file, format!("expected {} layers, found {}", self.plans.len(), counts.len())));
+        }
+        if let Some(layer) = counts.iter().position(|layer| layer.len != counts[0].len) {
+            let (found, expected) = (counts[layer].len, counts[0].len);
+            return Err(invalid(&file, format!("layer {layer} holds {found} tokens, layer 0 holds {expected}")));
         }
         let layers = self.plans.iter().zip(&counts).map(|(plan, counts)| read_layer(&file, plan, counts));
         let layers = layers.collect::<Result<Vec<_>>>()?;
         check_tensors(&file, &counts, self.config.windows.sink)?;
         Ok(self.insert(layers))
     }
-}
 
-fn saved(config: &CacheConfig) -> Value {
-    let &CacheConfig { ref layers, windows, full, model_hash, page_tokens, rewind: _ } = config;
-    serde_json::json!(Saved { model_hash, full, windows, page_tokens, layers })
+    fn saved(&self) -> Value {
+        let &CacheConfig { ref layers, windows, full, model_hash, key_transforms, ref rope, page_tokens, rewind: _ } =
+            &self.config;
+        let feedback = FeedbackHashes { keys: self.feedback_hash(0), values: self.feedback_hash(1) };
+        let rope = rope.as_deref();
+        serde_json::json!(Saved { model_hash, key_transforms, rope, feedback, full, windows, page_tokens, layers })
+    }
+
+    /// Over the feedback of keys (0) or values (1) of every layer that packs them with some.
+    fn feedback_hash(&self, role: usize) -> Option<Sha> {
+        let of_layer = |plan: &LayerPlan| {
+            let is_packed = matches!(plan.stores.each()[role], Store::Packed(_));
+            let hash = plan.feedback_hashes.each()[role].filter(|_| is_packed)?;
+            Some((plan.layer.to_string(), hash.0))
+        };
+        let hashes: Vec<(String, [u8; 32])> = self.plans.iter().filter_map(of_layer).collect();
+        (!hashes.is_empty()).then(|| content_hash(hashes.iter().map(|(layer, hash)| (layer.as_str(), hash.as_slice()))))
+    }
 }
 
 fn tensor_name(layer: usize, part: &str, role: &str) -> String {
@@ -195,7 +231,7 @@ fn first_difference(at: &str, expected: &Value, found: &Value) -> Option<(String
 /// JSON text of a value, cut where a message would become a page.
 fn shortened(value: &Value) -> String {
     const MAX_CHARS: usize = 120;
-    let text = value.to_string();
+    let text = printable(&value.to_string()).into_owned();
     match text.char_indices().nth(MAX_CHARS) {
         Some((cut, _)) => format!("{}…", &text[..cut]),
         None => text,

@@ -31,10 +31,11 @@
 //!
 //! # With a bundle
 //!
-//! `wush/key_transforms.safetensors` is for [`KeyTransforms::load`]: `T_K (k − μ)` before [`KvCache::step`], `T_K^{-T} q` beside it. A bundle
-//! of the default preset is made for an encoder with error feedback: [`KvCache::set_feedback_of_bundle`] gives the cache its
-//! matrices and says whether there are any, and [`Method::for_encoder`](wush_quant::Method::for_encoder) names the quantizer that suits the
-//! answer. Without them such a bundle loses more than one of `--preset paper`. `examples/decoder.rs` does all of it.
+//! [`KvCache::of_bundle`] makes a cache with all that a bundle has for it, and gives the key transforms: `T_K (k − μ)` before
+//! [`KvCache::step`], `T_K^{-T} q` beside it. It refuses sidecars that do not fit the bundle's manifest or the model; a cache that was
+//! saved under other transforms, mean keys, feedback or positions ([`CacheConfig::rope`]) is refused, too. A bundle of the default preset is
+//! made for an encoder with error feedback: [`Method::for_encoder`](wush_quant::Method::for_encoder) names the quantizer that suits it.
+//! Without feedback such a bundle loses more than one of `--preset paper`. `examples/decoder.rs` does all of it.
 //!
 //! # Features
 //!

@@ -1,5 +1,6 @@
 //! A layer's configuration with what follows from it: codecs, window sizes, feedback matrices. Made once a cache.
 
+use wush_format::hash::Sha;
 use wush_quant::{Codec, Feedback};
 
 use crate::config::{CacheConfig, FullDtype, LayerConfig, Precision};
@@ -35,6 +36,8 @@ pub(crate) struct LayerPlan {
     pub(crate) stores: Pair<Store>,
     /// Of the encoder, one a KV head.
     pub(crate) feedback: Pair<Option<Vec<Feedback>>>,
+    /// Of the matrices that those were made from.
+    pub(crate) feedback_hashes: Pair<Option<Sha>>,
     pub(crate) full: FullDtype,
     pub(crate) windows: Windows,
     pub(crate) page_tokens: usize,
@@ -54,6 +57,7 @@ impl LayerPlan {
             layer,
             stores: Pair::new(store(&config.keys)?, store(&config.values)?),
             feedback: Pair::default(),
+            feedback_hashes: Pair::default(),
             full: cache.full,
             windows: cache.windows,
             page_tokens: cache.page_tokens,

@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR};
+use wush_format::bundle::{KeyLayer, KeySidecar};
 use wush_format::hash::Sha;
-use wush_format::manifest::Manifest;
+use wush_format::sidecars::Sidecars;
 use wush_quant::MAX_MAGNITUDE;
 
 use crate::cache::check_length;
@@ -22,6 +22,7 @@ const BLOCK_TOKENS: usize = 64;
 pub struct KeyTransforms {
     layers: BTreeMap<usize, LayerTransforms>,
     model_hash: Sha,
+    hash: Sha,
 }
 
 #[derive(Debug, Clone)]
@@ -44,18 +45,25 @@ impl KeyTransforms {
     /// # Errors
     /// `Format`; `OtherModel`; `NotInverse` when queries would not undo what keys got; `Mean` for a mean key that is no key.
     pub fn load(path: &Path, model_hash: Sha) -> Result<Self> {
-        Self::from_sidecar(path, &load_sidecar(path, model_hash)?)
+        let sidecar = KeySidecar::load(path)?;
+        if sidecar.model_hash != model_hash {
+            return Err(RuntimeError::OtherModel {
+                path: path.to_owned(),
+                expected: model_hash,
+                found: sidecar.model_hash,
+            });
+        }
+        Self::from_sidecar(path, &sidecar)
     }
 
     /// The transforms of a bundle, whose manifest names the weights that they must belong to. The weights themselves are not
     /// read: `wush inspect` does that.
     ///
     /// # Errors
-    /// As [`KeyTransforms::load`].
+    /// `Format`, also for sidecars that do not fit the bundle's manifest ([`Sidecars::load`]); as [`KeyTransforms::from_sidecar`].
     pub fn of_bundle(bundle: &Path) -> Result<Self> {
-        let folder = bundle.join(WUSH_DIR);
-        let manifest = Manifest::load(&folder.join(MANIFEST))?;
-        Self::load(&folder.join(KEY_TRANSFORMS), manifest.basis.model_hash)
+        let sidecars = Sidecars::load(bundle)?;
+        Self::from_sidecar(&sidecars.key_path(), &sidecars.keys)
     }
 
     /// From a sidecar that is read already; `path` is what messages call it.
@@ -69,12 +77,17 @@ impl KeyTransforms {
             check_means(path, layer, entry)?;
             layers.insert(layer, LayerTransforms::new(entry));
         }
-        Ok(Self { layers, model_hash: sidecar.model_hash })
+        Ok(Self { layers, model_hash: sidecar.model_hash, hash: sidecar.content_hash() })
     }
 
     /// Hash of the weights that they belong to: [`CacheConfig::model_hash`] of a cache of theirs.
     pub fn model_hash(&self) -> Sha {
         self.model_hash
+    }
+
+    /// Hash over the matrices and mean keys: [`CacheConfig::key_transforms`] of a cache of theirs.
+    pub fn hash(&self) -> Sha {
+        self.hash
     }
 
     /// Layers that have transforms, rising.
@@ -87,13 +100,21 @@ impl KeyTransforms {
         self.layers.contains_key(&layer)
     }
 
-    /// Checks that a cache has these layers with these heads.
+    /// Checks that a cache has these layers with these heads, and no others: keys that are cached as they are beside queries that
+    /// are transformed give another softmax, and the reverse.
     ///
     /// # Errors
-    /// `NoLayer`, `OtherHeads`.
+    /// `NoLayer`, `OtherHeads`, `NoTransforms`; `OtherTransforms` where the configuration names others.
     pub fn check(&self, config: &CacheConfig) -> Result<()> {
         let mut layers = self.layers.iter();
-        layers.try_for_each(|(&layer, entry)| check_heads(config, layer, (entry.n_kv_heads, entry.head_dim)))
+        layers.try_for_each(|(&layer, entry)| check_heads(config, layer, (entry.n_kv_heads, entry.head_dim)))?;
+        (0..config.layers.len()).try_for_each(|layer| self.layer(layer).map(drop))?;
+        match config.key_transforms {
+            Some(expected) if expected != self.hash => {
+                Err(RuntimeError::OtherTransforms { expected, found: self.hash })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// `T_K (k − μ)` in place; `keys`: `[tokens, n_kv, d]`, after RoPE. Sums in f32.
@@ -133,25 +154,50 @@ impl KeyTransforms {
 }
 
 impl KvCache {
+    /// An empty cache of a bundle's model, with all that the bundle has for it: key transforms, which the caller applies, and the
+    /// encoder's feedback. `config.model_hash`: of the weights in use; where it is none, the manifest is believed.
+    ///
+    /// # Errors
+    /// `Config`; `Format`, also for sidecars that do not fit the bundle's manifest or this model ([`Sidecars`]); as
+    /// [`KeyTransforms::from_sidecar`] and [`KvCache::set_feedback`].
+    pub fn of_bundle(config: CacheConfig, bundle: &Path) -> Result<(Self, KeyTransforms)> {
+        let sidecars = Sidecars::load(bundle)?;
+        let model_hash = config.model_hash.unwrap_or(sidecars.manifest.basis.model_hash);
+        let mut cache = Self::new(CacheConfig { model_hash: Some(model_hash), ..config })?;
+        cache.set_feedback_of(&sidecars)?;
+        let transforms = KeyTransforms::from_sidecar(&sidecars.key_path(), &sidecars.keys)?;
+        cache.set_transforms(&transforms)?;
+        Ok((cache, transforms))
+    }
+
+    /// Says that all keys go through these transforms before they are appended: saved caches of others are refused from now on.
+    ///
+    /// # Errors
+    /// As [`KeyTransforms::check`].
+    pub fn set_transforms(&mut self, transforms: &KeyTransforms) -> Result<()> {
+        transforms.check(&self.config)?;
+        self.config.key_transforms = Some(transforms.hash);
+        Ok(())
+    }
+
     /// Gives the encoder the feedback matrices of a bundle, where it has some: see [`KvCache::set_feedback`]. Returns whether
     /// it has.
     ///
     /// # Errors
-    /// `Format`; `OtherModel` for files of other weights than the manifest's; `NoLayer`, `OtherHeads`; `Quant` for a matrix that
-    /// is not unit lower triangular, or has elements that no metric's factor has. Layers before the one at fault have their matrices then.
+    /// `Format`, also for sidecars that do not fit the bundle's manifest or this cache's layers ([`Sidecars`]); `Quant` for a matrix
+    /// that is not unit lower triangular, or has elements that no metric's factor has. Layers before the one at fault have their
+    /// matrices then.
     pub fn set_feedback_of_bundle(&mut self, bundle: &Path) -> Result<bool> {
-        let folder = bundle.join(WUSH_DIR);
-        let path = folder.join(VALUE_FEEDBACK);
-        if !path.exists() {
-            return Ok(false);
-        }
-        let hash = Manifest::load(&folder.join(MANIFEST))?.basis.model_hash;
-        let values = ValueFeedback::load(&path)?;
-        check_model(&path, hash, values.model_hash)?;
-        let keys = load_sidecar(&folder.join(KEY_TRANSFORMS), hash)?;
+        self.set_feedback_of(&Sidecars::load(bundle)?)
+    }
+
+    fn set_feedback_of(&mut self, sidecars: &Sidecars) -> Result<bool> {
+        let heads: Vec<_> = self.config.layers.iter().map(|layer| (layer.n_kv_heads, layer.head_dim)).collect();
+        let model_hash = self.config.model_hash.unwrap_or(sidecars.manifest.basis.model_hash);
+        sidecars.check_model(model_hash, &heads)?;
+        let Some(values) = &sidecars.values else { return Ok(false) };
         for (&layer, entry) in &values.layers {
-            check_heads(self.config(), layer, (entry.n_kv_heads, entry.head_dim))?;
-            let of_keys = keys.layers.get(&layer).and_then(|entry| entry.key_feedback.as_deref());
+            let of_keys = sidecars.keys.layers.get(&layer).and_then(|entry| entry.key_feedback.as_deref());
             self.set_feedback(layer, of_keys, Some(&entry.value_feedback))?;
         }
         Ok(true)
@@ -188,19 +234,6 @@ impl LayerTransforms {
             }
         }
     }
-}
-
-fn load_sidecar(path: &Path, model_hash: Sha) -> Result<KeySidecar> {
-    let sidecar = KeySidecar::load(path)?;
-    check_model(path, model_hash, sidecar.model_hash)?;
-    Ok(sidecar)
-}
-
-fn check_model(path: &Path, expected: Sha, found: Sha) -> Result<()> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(RuntimeError::OtherModel { path: path.to_owned(), expected, found })
 }
 
 /// `(KV heads, head dimension)` of a file against the cache's.

@@ -62,6 +62,16 @@ pub enum StatsError {
     /// Sums that a failed pass left half done.
     #[error("the statistics hold part of an unfinished forward pass")]
     Unfinished,
+    /// What an unfinished run saved, where finished statistics are needed.
+    #[error("{path}: holds the sums of an unfinished run: {done} of {planned} sequences are done")]
+    UnfinishedSums {
+        /// The file.
+        path: std::path::PathBuf,
+        /// Sequences summed.
+        done: usize,
+        /// Sequences that were to be summed.
+        planned: String,
+    },
     /// Statistics for another number of heads or another head dimension than the model's.
     #[error("layer {layer}: expected {expected} (KV heads, head dimension), found {found}")]
     Shape {
@@ -94,6 +104,9 @@ impl StatsError {
             Self::Mismatch { .. } => "merge only files of the same checkpoint, made with the same options",
             Self::SameSequence { .. } => "merge only shards of disjoint calibration text (calibrate --shard K/N)",
             Self::SecondPass { .. } => "calibrate on all of the text in one run, or without --second-pass",
+            Self::UnfinishedSums { .. } => {
+                "finish the run that it is of: the same command again with --resume; where all sequences are done, a second pass is not"
+            }
             Self::Unfinished => "the forward pass stopped; go on from the last saved file (--resume)",
             Self::NonFiniteWeight { .. } => "the checkpoint is damaged: check it against its source",
             Self::NothingToMerge => "name the files that `wush calibrate --shard` wrote",

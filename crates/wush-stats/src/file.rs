@@ -10,8 +10,9 @@ use wush_format::FormatError;
 use wush_format::hash::Sha;
 use wush_format::json::shown;
 use wush_format::manifest::counts_fit;
+use wush_format::seal::{check_seal, seal};
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
-use wush_format::text::{is_plain, refuse_active_metadata};
+use wush_format::text::{is_plain, printable, refuse_active_metadata};
 use wush_format::transforms::HeadMatrices;
 
 use crate::attention::AttentionHessians;
@@ -25,8 +26,9 @@ pub const STATS_VERSION: u32 = 4;
 
 /// Metadata key of the description.
 const INFO: &str = "info";
-/// Metadata key of the hash over the description and the tensors.
-const CONTENT_HASH: &str = "content_hash";
+
+/// Metadata key of how many sequences an unfinished run was to sum; finished statistics have none.
+const UNFINISHED: &str = "unfinished";
 
 /// What a layer has, besides `key_sum`.
 const GRAMS: [&str; 4] = ["key_gram", "query_gram", "value_gram", "output_gram"];
@@ -50,9 +52,17 @@ impl Statistics {
     /// description says; `(Σ k_i)² ≤ n Σ k_i²`, and the same along Σ k; the counts consistent.
     ///
     /// # Errors
-    /// `Format`, naming the file and the tensor.
+    /// `Format`, naming the file and the tensor; `UnfinishedSums` for what an unfinished run saved.
     pub fn load(path: &Path) -> Result<Self> {
         Self::from_file(&TensorFile::open(path)?)
+    }
+
+    /// The same for a run that goes on from the file: what an unfinished run saved is read, too.
+    ///
+    /// # Errors
+    /// `Format`, naming the file and the tensor.
+    pub fn load_saved(path: &Path) -> Result<Self> {
+        Self::read(&TensorFile::open(path)?)
     }
 
     /// The same on an open file.
@@ -60,6 +70,18 @@ impl Statistics {
     /// # Errors
     /// As [`Statistics::load`].
     pub fn from_file(file: &TensorFile) -> Result<Self> {
+        let read = Self::read(file)?;
+        match file.metadata().get(UNFINISHED) {
+            Some(planned) => Err(StatsError::UnfinishedSums {
+                path: file.path().to_owned(),
+                done: read.info.sequence_hashes.len(),
+                planned: printable(planned).into_owned(),
+            }),
+            None => Ok(read),
+        }
+    }
+
+    fn read(file: &TensorFile) -> Result<Self> {
         let info = read_info(file)?;
         let mut layers = BTreeMap::new();
         for layer in layer_ids(file, &info)? {
@@ -78,6 +100,18 @@ impl Statistics {
     /// `Unfinished` between [`crate::Accumulator`]'s beginning and end, or after a pass that failed; `Format`, also for a
     /// description that could draw on a terminal.
     pub fn save(&self, path: &Path) -> Result<(Sha, u64)> {
+        self.write(path, None)
+    }
+
+    /// Writes what a run of `planned` sequences has so far: only [`Statistics::load_saved`] reads it.
+    ///
+    /// # Errors
+    /// As [`Statistics::save`].
+    pub fn save_unfinished(&self, path: &Path, planned: usize) -> Result<(Sha, u64)> {
+        self.write(path, Some(planned))
+    }
+
+    fn write(&self, path: &Path, planned: Option<usize>) -> Result<(Sha, u64)> {
         if self.unfinished {
             return Err(StatsError::Unfinished);
         }
@@ -93,11 +127,10 @@ impl Statistics {
         }
         let info = serde_json::to_string(&self.info).map_err(|e| invalid(path, format!("description: {e}")))?;
         check_text(path, &self.info)?;
-        let bytes = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.bytes.as_slice()));
-        let hash = content_hash(&info, bytes).to_string();
-        let metadata =
-            [("format", FORMAT.into()), ("version", STATS_VERSION.to_string()), (INFO, info), (CONTENT_HASH, hash)];
-        let metadata = metadata.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        let metadata = [("format", FORMAT.into()), ("version", STATS_VERSION.to_string()), (INFO, info)];
+        let unfinished = planned.map(|planned| (UNFINISHED, planned.to_string()));
+        let mut metadata = metadata.into_iter().chain(unfinished).map(|(key, value)| (key.to_owned(), value)).collect();
+        seal(&tensors, &mut metadata);
         Ok(write_tensor_file(path, &tensors, &metadata)?)
     }
 }
@@ -115,32 +148,11 @@ fn read_info(file: &TensorFile) -> Result<StatsInfo> {
         return Err(FormatError::Version { path, kind: FORMAT, found, expected: STATS_VERSION }.into());
     }
     refuse_active_metadata(file, FORMAT)?;
-    check_content(file)?;
+    check_seal(file, FORMAT)?;
     let info: StatsInfo =
         serde_json::from_str(file.meta(INFO)?).map_err(|e| invalid(path, format!("metadata entry {INFO}: {e}")))?;
     check_counts(path, &info)?;
     Ok(info)
-}
-
-/// Refuses a file of which a byte of the description or of a tensor is not the one written. Against damage and mistakes: who
-/// changes a file on purpose can hash it again.
-fn check_content(file: &TensorFile) -> Result<()> {
-    let stated = file.meta(CONTENT_HASH)?;
-    let bytes = file.tensors().iter().map(|(name, info)| (name.as_str(), &file.bytes()[info.range.clone()]));
-    let found = content_hash(file.meta(INFO)?, bytes).to_string();
-    if stated == found {
-        return Ok(());
-    }
-    let detail = format!("its content is not what was written: {CONTENT_HASH} is {}, found {found}", shown(stated));
-    Err(invalid(file.path(), detail).into())
-}
-
-/// SHA-256 over one line an entry: name, NUL, the SHA-256 of its bytes in lower-case hex, LF; the description first, then the
-/// tensors, sorted by name.
-fn content_hash<'a>(info: &'a str, tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> Sha {
-    let line = |(name, bytes): (&str, &[u8])| format!("{name}\0{}\n", Sha::of(bytes));
-    let lines: String = std::iter::once((INFO, info.as_bytes())).chain(tensors).map(line).collect();
-    Sha::of(lines.as_bytes())
 }
 
 /// What a reader would refuse is not written.

@@ -63,6 +63,30 @@ fn content_hash(tensors: &Tensors, metadata: &Metadata) -> String {
     Sha::of(lines.as_bytes()).to_string()
 }
 
+/// What an unfinished run saved is read by who goes on from it, and passes for finished statistics nowhere.
+#[test]
+fn the_sums_of_an_unfinished_run_are_no_statistics() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("stats.safetensors");
+    let statistics = statistics(&sequences(4, 1));
+    statistics.save_unfinished(&path, 9).expect("writes");
+    let error = Statistics::load(&path).expect_err("5 sequences are missing");
+    let expected = format!("{}: holds the sums of an unfinished run: 4 of 9 sequences are done", path.display());
+    assert_eq!(error.to_string(), expected);
+    assert!(error.hint().is_some());
+    assert_eq!(Statistics::load_saved(&path).expect("to go on from"), statistics);
+
+    // Without its mark it is another file than the one that was written.
+    let (tensors, mut metadata) = parts(&path);
+    metadata.remove("unfinished");
+    write_tensor_file(&path, &tensors, &metadata).expect("writes");
+    for loaded in [Statistics::load(&path), Statistics::load_saved(&path)] {
+        assert!(loaded.expect_err("changed").to_string().contains("its content is not what was written"));
+    }
+    statistics.save(&path).expect("writes");
+    assert_eq!(Statistics::load_saved(&path).expect("finished ones, too"), statistics);
+}
+
 fn set(tensors: &mut Tensors, name: &str, at: usize, value: f64) {
     let bytes = &mut tensors.get_mut(name).expect("there").bytes;
     bytes[at * 8..][..8].copy_from_slice(&value.to_le_bytes());

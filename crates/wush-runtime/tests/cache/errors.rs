@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use wush_format::hash::Sha;
+use wush_format::seal::seal;
 use wush_format::tensor_file::{NewTensor, TensorFile, write_tensor_file};
 use wush_quant::{Method, Role, ScaleDtype};
 use wush_runtime::{CacheConfig, Chunk, FullDtype, KvCache, LayerConfig, Part, Precision, RuntimeError, Windows};
@@ -158,7 +159,9 @@ fn a_saved_cache_of_another_configuration_is_refused_by_field() {
     let (cache, part) = filled(&base(), 40);
     cache.save(part.sequence, &path).expect("saved");
     type Edit = fn(&mut CacheConfig);
-    let cases: [(Edit, &str); 9] = [
+    let cases: [(Edit, &str); 11] = [
+        (|c| c.key_transforms = Some(Sha([7; 32])), "key_transforms: expected \"0707"),
+        (|c| c.rope = Some("yarn:4".to_owned()), "rope: expected \"yarn:4\", found null"),
         (|c| c.windows.keep = 5, "windows.keep: expected 5, found 4"),
         (|c| c.full = FullDtype::Bf16, "full: expected \"bf16\", found \"f32\""),
         (|c| c.page_tokens = 16, "page_tokens: expected 16, found 8"),
@@ -190,6 +193,8 @@ fn rewritten(path: &Path, change: Change<'_>) {
     let mut tensors = file.tensors().keys().map(copy).collect();
     let mut metadata = file.metadata().clone();
     change(&mut tensors, &mut metadata);
+    // Who edits a file on purpose hashes it again.
+    seal(&tensors, &mut metadata);
     write_tensor_file(path, &tensors, &metadata).expect("written");
 }
 
@@ -212,7 +217,7 @@ fn damaged_files_are_refused() {
         }
     };
     refused(&cache, "format = wush-kv-cache, found \"other\"", &set("format", "other"));
-    refused(&cache, "format version \"2\", expected 1", &set("version", "2"));
+    refused(&cache, "format version \"1\", expected 2", &set("version", "1"));
     refused(&cache, "metadata entry layers", &set("layers", "[{}]"));
     refused(&cache, "expected 1 layers, found 0", &set("layers", "[]"));
     for counts in [
@@ -238,4 +243,54 @@ fn damaged_files_are_refused() {
     cache.remove(part.sequence).expect("there");
     let error = cache.save(part.sequence, &path).expect_err("gone");
     assert!(matches!(error, RuntimeError::NoSequence { .. }), "{error}");
+}
+
+#[test]
+fn no_flipped_bit_is_read() {
+    let dir = tempfile::tempdir().expect("room");
+    let path = dir.path().join("cache");
+    let (cache, part) = filled(&base(), 12);
+    cache.save(part.sequence, &path).expect("saved");
+    let whole = std::fs::read(&path).expect("there");
+    let mut other = KvCache::new(base()).expect("valid");
+    for byte in 0..whole.len() {
+        let mut flipped = whole.clone();
+        flipped[byte] ^= 1 << (byte % 8);
+        std::fs::write(&path, flipped).expect("written");
+        assert!(other.load(&path).is_err(), "bit {} of byte {byte}", byte % 8);
+    }
+    assert_eq!(other.sequences().count(), 0);
+    let mut last = whole;
+    *last.last_mut().expect("not empty") ^= 1;
+    std::fs::write(&path, last).expect("written");
+    let error = other.load(&path).expect_err("a bit of the last element").to_string();
+    assert!(error.contains("its content is not what was written: content_hash is \""), "{error}");
+}
+
+/// Between two layers of a forward pass there is no sequence to save, and none that would be read.
+#[test]
+fn layers_of_different_lengths_are_neither_saved_nor_loaded() {
+    let dir = tempfile::tempdir().expect("room");
+    let path = dir.path().join("cache");
+    let two = CacheConfig { layers: vec![base().layers[0].clone(); 2], ..base() };
+    let (mut cache, part) = filled(&two, 40);
+    let error = cache.save(part.sequence, &path).expect_err("layer 1 is empty");
+    assert!(matches!(error, RuntimeError::Uneven { layer: 1, expected: 40, found: 0, .. }), "{error:?}");
+    assert!(error.hint().is_some() && !path.exists());
+    let kv = vec![0.5; 40 * 2 * 16];
+    cache.append(1, &[part], &kv, &kv).expect("valid");
+    cache.flush(1, &[part]).expect("valid");
+    cache.save(part.sequence, &path).expect("saved");
+    rewritten(&path, &|tensors, metadata| {
+        // One token less in the recent window, in everything that says so.
+        let counts = r#"[{"len": 40, "n_packed": 34, "n_freed": 0}, {"len": 39, "n_packed": 34, "n_freed": 0}]"#;
+        metadata.insert("layers".to_owned(), counts.to_owned());
+        for name in ["layers.1.recent_keys", "layers.1.recent_values"] {
+            let tensor = tensors.get_mut(name).expect("there");
+            tensor.shape[1] -= 1;
+            tensor.bytes = [&tensor.bytes[..3 * 64], &tensor.bytes[4 * 64..7 * 64]].concat();
+        }
+    });
+    let error = KvCache::new(two).expect("valid").load(&path).expect_err("uneven").to_string();
+    assert!(error.ends_with("layer 1 holds 39 tokens, layer 0 holds 40"), "{error}");
 }

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use wush_format::FormatError;
 use wush_format::bundle::{FeedbackLayer, KeyLayer, KeySidecar, ValueFeedback};
-use wush_format::hash::Sha;
-use wush_format::manifest::{Basis, FoldReport, MANIFEST_VERSION, Manifest, Solve, Source, Status};
+use wush_format::hash::{Sha, hash_file};
+use wush_format::manifest::{Basis, FileEntry, FoldReport, MANIFEST_VERSION, Manifest, Solve, Source, Status};
 use wush_runtime::{CacheConfig, Chunk, KeyTransforms, KvCache, Part, Precision, RuntimeError, Windows};
 
 use crate::common::{Numbers, config, layer};
@@ -222,6 +223,12 @@ fn bundle(dir: &Path, keys: &KeySidecar, values: Option<&ValueFeedback>) {
     if let Some(values) = values {
         values.save(&folder.join("value_feedback.safetensors")).expect("saved");
     }
+    let entry = |name: &str| {
+        let (sha256, n_bytes) = hash_file(&folder.join(name)).ok()?;
+        Some(FileEntry { path: format!("wush/{name}"), n_bytes, sha256 })
+    };
+    let files = ["key_transforms.safetensors", "value_feedback.safetensors"].into_iter().filter_map(entry).collect();
+    let has_means = keys.layers.values().any(|layer| layer.key_mean.is_some());
     let manifest = Manifest {
         format_version: MANIFEST_VERSION,
         tool: "wush".to_owned(),
@@ -234,13 +241,17 @@ fn bundle(dir: &Path, keys: &KeySidecar, values: Option<&ValueFeedback>) {
             files: Vec::new(),
         },
         basis: Basis { kind: "folded-values".to_owned(), model_hash: HASH },
-        solve: Solve::as_published("wush"),
+        solve: Solve {
+            feedback: values.is_some(),
+            center_keys: if has_means { "auto" } else { "never" }.to_owned(),
+            ..Solve::as_published("wush")
+        },
         calibration: None,
         layers: Vec::new(),
         fold: FoldReport { dtype: "keep".to_owned(), max_rel_error: 1e-3, worst_layer: 0 },
         equivalence: None,
         sensitivity: None,
-        files: Vec::new(),
+        files,
     };
     manifest.save(&folder.join("manifest.json")).expect("saved");
 }
@@ -274,9 +285,121 @@ fn a_bundle_gives_its_transforms_and_its_feedback() {
     assert!(a == b && a != c);
 
     bundle(dir.path(), &keys, Some(&file(of_layer(2, 32, lower(2, 32)), Sha([8; 32]))));
-    assert!(matches!(cache.set_feedback_of_bundle(dir.path()), Err(RuntimeError::OtherModel { .. })));
+    assert_unfit(cache.set_feedback_of_bundle(dir.path()), "hash of the weights");
     bundle(dir.path(), &keys, Some(&file(of_layer(8, 16, lower(8, 16)), HASH)));
-    assert!(matches!(cache.set_feedback_of_bundle(dir.path()), Err(RuntimeError::OtherHeads { found: (8, 16), .. })));
+    assert_unfit(
+        cache.set_feedback_of_bundle(dir.path()),
+        "value feedback of layer 0: expected 2 KV heads of dimension 32",
+    );
+}
+
+fn assert_unfit<T: std::fmt::Debug>(result: Result<T, RuntimeError>, expected: &str) {
+    let error = result.expect_err(expected);
+    assert!(matches!(error, RuntimeError::Format(FormatError::Unfit { .. })), "{error:?}");
+    assert!(error.to_string().contains(expected), "{error}");
+}
+
+/// A layer without transforms would run with others: its keys as they are.
+#[test]
+fn a_bundle_without_all_that_it_should_have_is_refused_everywhere() {
+    let dir = tempfile::tempdir().expect("room");
+    let one = layer(4, 2, 32, [2, 2]);
+    let two_layers = CacheConfig { windows: Windows::STUDY, ..CacheConfig::new(vec![one.clone(), one.clone()]) };
+    let mut keys = sidecar(2, 32);
+    bundle(dir.path(), &keys, None);
+    let transforms = KeyTransforms::of_bundle(dir.path()).expect("a whole bundle of one layer");
+    assert!(matches!(transforms.check(&two_layers), Err(RuntimeError::NoTransforms { layer: 1 })));
+    let expected = "key transforms of layer 1: expected 2 KV heads of dimension 32, found none";
+    assert_unfit(KvCache::of_bundle(two_layers.clone(), dir.path()), expected);
+    let mut cache = KvCache::new(two_layers).expect("valid");
+    assert_unfit(cache.set_feedback_of_bundle(dir.path()), expected);
+
+    // The manifest says feedback, and the sidecars have none of the keys'.
+    let lower_layer = FeedbackLayer { n_kv_heads: 2, head_dim: 32, value_feedback: lower(2, 32) };
+    let values = ValueFeedback { layers: BTreeMap::from([(0, lower_layer)]), model_hash: HASH };
+    bundle(dir.path(), &keys, Some(&values));
+    assert_unfit(
+        KeyTransforms::of_bundle(dir.path()),
+        "key_feedback, by solve of the manifest: expected in every layer",
+    );
+    keys.layers.get_mut(&0).expect("there").key_feedback = Some(lower(2, 32));
+    bundle(dir.path(), &keys, Some(&values));
+    let other = CacheConfig { model_hash: Some(Sha([8; 32])), ..CacheConfig::new(vec![one.clone()]) };
+    assert_unfit(KvCache::of_bundle(other, dir.path()), "hash of the weights: expected 0808");
+    let (cache, transforms) = KvCache::of_bundle(CacheConfig::new(vec![one]), dir.path()).expect("a whole bundle");
+    assert_eq!(cache.config().key_transforms, Some(transforms.hash()));
+    assert_eq!(cache.config().model_hash, Some(HASH));
+}
+
+/// Bundles of the same weights, and a cache saved under the first: the numbers mean something else under every other.
+#[test]
+fn a_cache_of_other_transforms_means_feedback_or_positions_is_refused() {
+    let dir = tempfile::tempdir().expect("room");
+    let path = dir.path().join("cache");
+    let mut keys = sidecar(2, 32);
+    let entry = keys.layers.get_mut(&0).expect("there");
+    (entry.key_mean, entry.key_feedback) = (Some(vec![0.5; 64]), Some(lower(2, 32)));
+    let values = |scale: f32| {
+        let value_feedback = lower(2, 32).iter().map(|&x| if x == 1.0 { x } else { scale * x }).collect();
+        let layer = FeedbackLayer { n_kv_heads: 2, head_dim: 32, value_feedback };
+        ValueFeedback { layers: BTreeMap::from([(0, layer)]), model_hash: HASH }
+    };
+    let base = config(layer(4, 2, 32, [2, 2]), Windows::STUDY, 64);
+    let base = CacheConfig { rope: Some("yarn:4".to_owned()), ..base };
+    let open = |keys: &KeySidecar, values: &ValueFeedback, config: &CacheConfig| {
+        bundle(dir.path(), keys, Some(values));
+        KvCache::of_bundle(config.clone(), dir.path()).expect("a bundle").0
+    };
+    let mut cache = open(&keys, &values(1.0), &base);
+    let part = Part { sequence: cache.add(), n_tokens: 300 };
+    let kv = Numbers::new(3).take(300 * 64);
+    cache.append(0, &[part], &kv, &kv).expect("valid");
+    cache.save(part.sequence, &path).expect("saved");
+    open(&keys, &values(1.0), &base).load(&path).expect("the same bundle");
+
+    let other_keys = |edit: fn(&mut KeyLayer)| {
+        let mut keys = keys.clone();
+        edit(keys.layers.get_mut(&0).expect("there"));
+        keys
+    };
+    let scaled = other_keys(|layer| {
+        layer.key.iter_mut().for_each(|x| *x *= 2.0);
+        layer.query.iter_mut().for_each(|x| *x *= 0.5);
+    });
+    let other_mean = other_keys(|layer| layer.key_mean.as_mut().expect("there")[40] = 0.25);
+    let plain = CacheConfig { rope: None, ..base.clone() };
+    let mut without = KvCache::new(CacheConfig { model_hash: Some(HASH), ..base.clone() }).expect("valid");
+    let mut no_feedback = open(&keys, &values(1.0), &base);
+    no_feedback.set_feedback(0, None, None).expect("none");
+    for (cache, field) in [
+        (&mut open(&scaled, &values(1.0), &base), "key_transforms: expected \""),
+        (&mut open(&other_mean, &values(1.0), &base), "key_transforms: expected \""),
+        (&mut open(&keys, &values(0.5), &base), "feedback.values: expected \""),
+        (&mut no_feedback, "feedback.keys: expected null"),
+        (&mut open(&keys, &values(1.0), &plain), "rope: expected null, found \"yarn:4\""),
+        (&mut without, ": expected null"),
+    ] {
+        let error = cache.load(&path).expect_err(field);
+        assert!(matches!(error, RuntimeError::OtherConfig { .. }), "{error:?}");
+        let message = error.to_string();
+        assert!(
+            message.contains("the cache was saved with another configuration: ") && message.contains(field),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn transforms_other_than_the_configuration_names_are_refused() {
+    let from =
+        |sidecar: &KeySidecar| KeyTransforms::from_sidecar(Path::new("sidecar"), sidecar).expect("an inverse pair");
+    let good = sidecar(2, 32);
+    let mut other = good.clone();
+    other.layers.get_mut(&0).expect("there").key_mean = Some(vec![1.0; 64]);
+    let mut cache = KvCache::new(config(layer(4, 2, 32, [2, 2]), Windows::STUDY, 64)).expect("valid");
+    cache.set_transforms(&from(&good)).expect("none were named");
+    cache.set_transforms(&from(&good)).expect("the same");
+    assert!(matches!(cache.set_transforms(&from(&other)), Err(RuntimeError::OtherTransforms { .. })));
 }
 
 #[test]
