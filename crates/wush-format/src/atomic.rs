@@ -110,7 +110,12 @@ impl StagedDir {
                 // The target, which the user knows, and not the name inside.
                 Err(e) => return Err(FormatError::io(target, "create", e)),
             }
-            let lock_file = File::open(&path).map_err(|e| FormatError::io(target, "create", e))?;
+            let lock_file = match File::open(&path) {
+                Ok(file) => file,
+                // Another run took it for a leftover before it was locked.
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(FormatError::io(target, "create", e)),
+            };
             lock(&lock_file, target)?;
             if is_still_at(&lock_file, &path) {
                 return Ok(Self { temporary: Temporary(path), target: target.to_owned(), lock: lock_file });
@@ -260,7 +265,11 @@ fn remove_leftover(path: &Path, target: &Path) -> Result<()> {
     if !metadata.is_dir() {
         return Err(FormatError::Exists { path: path.to_owned() });
     }
-    let held = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+    let held = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(FormatError::io(path, "open", e)),
+    };
     lock(&held, target)?;
     if !is_still_at(&held, path) {
         return Ok(());

@@ -70,16 +70,14 @@ pub enum FormatError {
         expected: u32,
     },
     /// Parts of a bundle that do not belong together: a sidecar and the manifest, or both and the model.
-    #[error("{path}: does not fit its bundle: {what}: expected {expected}, found {found}")]
+    #[error("{path}: does not fit its bundle: {what}: {detail}")]
     Unfit {
         /// The part.
         path: PathBuf,
         /// In what.
         what: String,
-        /// As the manifest, or the model, has it.
-        expected: String,
-        /// As the part has it.
-        found: String,
+        /// What the manifest, or the model, has, and what the part has.
+        detail: String,
     },
     /// The output is there already.
     #[error("{path}: exists already")]

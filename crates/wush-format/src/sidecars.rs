@@ -3,6 +3,7 @@
 //! their numbers can be (`query = key^{-T}`, feedback that is unit lower triangular) is the runtime's check.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use crate::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR};
@@ -195,6 +196,7 @@ fn shown(shape: Option<(usize, usize)>) -> String {
     )
 }
 
-fn unfit(path: PathBuf, what: impl Into<String>, expected: impl ToString, found: impl ToString) -> FormatError {
-    FormatError::Unfit { path, what: what.into(), expected: expected.to_string(), found: found.to_string() }
+fn unfit(path: PathBuf, what: impl Into<String>, expected: impl Display, found: impl Display) -> FormatError {
+    let detail = format!("expected {expected}, found {found}");
+    FormatError::Unfit { path, what: what.into(), detail }
 }

@@ -82,6 +82,27 @@ fn many_threads_writing_one_file_leave_one_whole_file() {
     assert_eq!(names(dir.path()), ["x"]);
 }
 
+/// Also between making a directory and locking it, when another run may take it for a leftover.
+#[test]
+fn of_many_threads_that_take_one_name_each_has_it_or_learns_who_has() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("x");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    match StagedDir::create(&path) {
+                        Ok(staged) => assert!(staged.path().is_dir()),
+                        Err(FormatError::Busy { .. }) => {}
+                        Err(e) => panic!("{e}"),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(names(dir.path()), [""; 0]);
+}
+
 #[test]
 fn a_staged_directory_appears_at_once_or_never() {
     let dir = tempfile::tempdir().expect("a temporary directory");
