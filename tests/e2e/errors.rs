@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use wush_tests::{Outcome, Scratch, names};
 
 use crate::common::{
-    Tensors, args, edit_config, edit_tensors, model, not_finite, on_tiny, save, text, tiny, token_ids, wush,
+    Tensors, args, edit_config, edit_tensors, model, not_finite, on_demo, on_tiny, save, text, tiny, token_ids, wush,
 };
 
 /// Runs `command` and asserts an error that says all of `expected`, with a hint.
@@ -170,6 +170,8 @@ fn options_that_nothing_looks_at() {
     assert_error(&scratch, &unchecked, &["--tolerance: expected none where nothing is checked", "found 0.1"]);
     let field = convert(&["--text-field", "body"]);
     assert_error(&scratch, &field, &["--text-field: expected none with token-id lists", "found body"]);
+    let plain = on_demo("convert", &["--out", "bundle", "--text-field", "body"]);
+    assert_error(&scratch, &plain, &["--text-field: expected none with plain text", "found body"]);
     let bounded = convert(&["--device", "cpu", "--max-gpu-memory", "24GiB"]);
     assert_error(&scratch, &bounded, &["--max-gpu-memory: expected none with --device cpu", "found 25769803776"]);
     wush(&scratch).ok(&on_tiny(&scratch, "calibrate", &tiny(), &["--out", "s.safetensors"]));
@@ -201,7 +203,7 @@ fn a_full_disk_behind_stdout_and_a_directory_for_a_file() {
     let run = assert_error(&scratch, &args([&"generate", &model(), &"--prompt-file", &"dir"]), &["dir: cannot read: "]);
     assert!(run.stderr.contains("hint: pass a file: this is a directory"), "{run:?}");
     let windows = args([&"generate", &model(), &"--prompt", &"a", &"--kv-bits", &"2", &"--flush", &"0"]);
-    assert_error(&scratch, &windows, &["windows.flush: expected 1 to"]);
+    assert_error(&scratch, &windows, &["--flush: expected 1 to"]);
 }
 
 #[test]

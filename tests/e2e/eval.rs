@@ -239,6 +239,7 @@ fn bits_are_allotted_by_what_convert_measured() {
     let measured = manifest["sensitivity"]["layers"].as_array().expect("measured");
     let of = |layer: usize, side: &str| measured[layer][side].as_f64().expect("a number");
     let allotment = rows[1]["allotment"].as_array().expect("allotted");
+    assert_eq!((rows[1]["asked_bits"].as_f64(), rows[0].get("asked_bits")), (Some(2.25), None));
     assert_eq!((allotment.len(), rows[0].get("allotment")), (measured.len(), None));
     // One bit more is worth the same part of an error everywhere: whoever has three had the larger error.
     let sides = |bits: u64| {

@@ -230,7 +230,7 @@ fn what_cannot_be_continued_is_refused_by_name() {
     refused(&["--prompt", "a", "--temperature", "-1"], "temperature: expected a finite number, 0 or above, found -1");
     refused(&["--prompt", "a", "--temperature", "1", "--top-p", "0"], "top-p: expected a number above 0");
     refused(&["--prompt", "a", "--chunk", "0"], "--chunk: expected at least 1");
-    refused(&["--prompt", "a", "--kv-bits", "2", "--flush", "0"], "windows.flush: expected 1 to");
+    refused(&["--prompt", "a", "--kv-bits", "2", "--flush", "0"], "--flush: expected 1 to");
     refused(&["--prompt-file", "absent.txt"], "absent.txt");
     scratch.write("latin.txt", b"caf\xe9");
     refused(

@@ -46,6 +46,14 @@ impl CalibSource {
             Self::Hub { .. } => false,
         }
     }
+
+    /// Whether its documents can have fields: not those of one file of plain text.
+    pub fn has_fields(&self) -> bool {
+        match self {
+            Self::Path(path) => path.is_dir() || FileKind::of(path).is_none_or(|(kind, _)| kind != FileKind::Text),
+            Self::Hub { .. } => true,
+        }
+    }
 }
 
 impl FromStr for CalibSource {

@@ -4,12 +4,12 @@
 //! ```
 //! use wush_eval::plot::{Chart, Series};
 //!
-//! let wush = Series { name: "wush".into(), values: vec![Some(20.4), Some(20.7), Some(22.0)] };
+//! let wush = Series { name: "wush".into(), values: vec![Some(22.0), Some(20.7), Some(20.4)] };
 //! let chart = Chart {
 //!     title: "QuEST".into(),
 //!     x_label: "bits".into(),
 //!     y_label: "perplexity".into(),
-//!     places: ["4", "3", "2"].map(str::to_owned).to_vec(),
+//!     places: ["2", "3", "4"].map(str::to_owned).to_vec(),
 //!     series: vec![wush],
 //!     level: Some(("unquantized".into(), 20.36)),
 //!     logarithmic: true,
@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
 use plotters::prelude::*;
-use plotters::series::LineSeries;
+use plotters::series::{DashedLineSeries, LineSeries};
 
 use crate::Result;
 
@@ -51,6 +51,11 @@ const COLORS: [RGBColor; 7] = [
 /// Of axes and grid: visible on light and dark ground.
 const LINE: RGBAColor = RGBAColor(128, 128, 128, 0.7);
 const GRID: RGBAColor = RGBAColor(128, 128, 128, 0.25);
+/// Of the level, which must be seen beside the lines; and its dashes and gaps, pixels.
+const LEVEL: RGBColor = RGBColor(128, 128, 128);
+const DASH: (u32, u32) = (6, 4);
+/// Steps along x from one bar to the next.
+const BAR: i32 = 3;
 /// Room above and below the numbers, as a part of their range.
 const MARGIN: f64 = 0.06;
 /// At most as many ticks are on an axis.
@@ -112,40 +117,61 @@ pub fn svg(chart: &Chart) -> Result<String> {
 }
 
 impl Chart {
+    /// Lines; where there is but one place, a bar for each series.
     fn draw(&self, area: &Area<'_>) -> Result<()> {
         let mut builder = ChartBuilder::on(area);
         builder.margin(10).x_label_area_size(LABELS.0).y_label_area_size(LABELS.1).caption(&self.title, TITLE);
-        let n_places = self.places.len() as i32;
-        // A range of one place has no length.
-        let x = if n_places > 1 { 0..n_places - 1 } else { -1..1 };
+        let (n_places, n_series) = (self.places.len() as i32, self.series.len() as i32);
+        let bars = n_places == 1;
+        // Steps of a bar, which is two wide and one from the next; a range of no place has no length.
+        let x = if bars { -1..BAR * n_series.max(1) } else { 0..(n_places - 1).max(1) };
         let y = self.axis();
+        let floor = y.range.start;
         let labels = y.ticks.clone();
         let label = |y: &f64| labels.iter().find(|(at, _)| at == y).map(|(_, label)| label.clone()).unwrap_or_default();
         let mut context = builder.build_cartesian_2d(x.clone(), y)?;
-        let place =
-            |at: &i32| usize::try_from(*at).ok().and_then(|at| self.places.get(at)).cloned().unwrap_or_default();
+        let middle = (x.start + x.end) / 2;
+        let place = |at: &i32| match bars {
+            true => {
+                if *at == middle {
+                    self.places[0].clone()
+                } else {
+                    String::new()
+                }
+            }
+            false => usize::try_from(*at).ok().and_then(|at| self.places.get(at)).cloned().unwrap_or_default(),
+        };
         let mut mesh = context.configure_mesh();
         mesh.disable_x_mesh().axis_style(LINE).bold_line_style(GRID).light_line_style(TRANSPARENT);
         mesh.x_desc(&self.x_label).y_desc(&self.y_label).label_style(FONT).axis_desc_style(FONT);
         mesh.x_label_formatter(&place).y_label_formatter(&label).draw()?;
-        if let Some((_, level)) = &self.level
-            && let Some(level) = self.scaled(*level)
-        {
-            let line = LineSeries::new([(x.start, level), (x.end, level)], LINE.stroke_width(1));
-            context.draw_series(line)?;
-        }
-        for (series, color) in self.series.iter().zip(COLORS.into_iter().cycle()) {
+        for (at, (series, color)) in self.series.iter().zip(COLORS.into_iter().cycle()).enumerate() {
+            if bars {
+                let top = series.values.first().copied().flatten().and_then(|y| self.scaled(y));
+                let left = BAR * at as i32;
+                context.draw_series(
+                    top.map(|top| Rectangle::new([(left, floor), (left + BAR - 1, top)], color.filled())),
+                )?;
+                continue;
+            }
             let points = series.values.iter().enumerate().filter_map(|(at, &y)| Some((at as i32, self.scaled(y?)?)));
             let points: Vec<(i32, f64)> = points.collect();
             context.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?;
             context.draw_series(points.into_iter().map(|point| Circle::new(point, MARK, color.filled())))?;
+        }
+        // Over the bars.
+        if let Some((_, level)) = &self.level
+            && let Some(level) = self.scaled(*level)
+        {
+            let ends = [(x.start, level), (x.end, level)];
+            context.draw_series(DashedLineSeries::new(ends, DASH.0, DASH.1, LEVEL.stroke_width(2)))?;
         }
         Ok(())
     }
 
     /// A line for each series, and for the level.
     fn draw_legend(&self, area: &Area<'_>) -> Result<()> {
-        let level = self.level.iter().map(|(name, _)| (name, LINE.stroke_width(1)));
+        let level = self.level.iter().map(|(name, _)| (name, LEVEL.stroke_width(2)));
         let series = self.series.iter().zip(COLORS.into_iter().cycle());
         let series = series.map(|(series, color)| (&series.name, color.stroke_width(2)));
         let (height, top) = (LEGEND.1, LABELS.0 as i32);
@@ -308,6 +334,7 @@ mod tests {
         let one =
             Chart { places: vec!["2".into()], ..chart(vec![Series { name: "x".into(), values: vec![Some(3.0)] }]) };
         let equal = Chart { logarithmic: false, ..chart(vec![series("x", [Some(20.0); 3])]) };
+        assert_eq!(svg(&one).expect("drawn").matches("<rect").count(), 1, "one place has bars");
         for chart in [nothing, one, equal] {
             let text = svg(&chart).expect("drawn");
             assert!(text.starts_with("<svg") && text.trim_end().ends_with("</svg>"), "{text}");

@@ -175,6 +175,16 @@ impl DeviceFailure for GpuError {
 }
 
 impl GpuError {
+    /// The message for a run that goes on without a GPU: on a machine without NVIDIA's driver not where it was looked for.
+    pub fn brief(&self) -> String {
+        match self {
+            Self::Library { library, purpose, .. } if *library == crate::libraries::DRIVER.name => {
+                format!("{library} ({purpose}) was not found; `wush doctor` says more")
+            }
+            other => other.to_string(),
+        }
+    }
+
     /// The remedy, as a line of its own.
     pub fn hint(&self) -> Option<String> {
         let text = match self {

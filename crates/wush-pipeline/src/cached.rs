@@ -4,11 +4,11 @@
 use wush_format::hash::Sha;
 use wush_format::manifest::Manifest;
 use wush_format::monitor::Monitor;
-use wush_generate::CacheSettings;
+use wush_generate::{CacheSettings, GenerateError};
 use wush_model::cpu::Stored;
 use wush_model::resident::Resident;
 use wush_quant::{LayerBits, Method};
-use wush_runtime::{CacheConfig, KeyTransforms, KvCache, Windows};
+use wush_runtime::{CacheConfig, KeyTransforms, KvCache, RuntimeError, Windows};
 
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
@@ -42,7 +42,7 @@ impl<'a> Cached<'a> {
         let quantizer = request.quantizer.unwrap_or(Method::for_encoder(has_feedback));
         let settings = CacheSettings { bits, quantizer, windows: request.windows.or(Windows::SERVING) };
         check_unquantized(request, &settings)?;
-        let config = settings.config(&model.spec)?;
+        let config = settings.config(&model.spec).map_err(in_options)?;
         Ok(Self { model, manifest, asked, settings, config })
     }
 
@@ -111,6 +111,20 @@ fn bits_of(model: &Model, manifest: Option<&Manifest>, asked: KvBits) -> Result<
                     .to_owned(),
             found: "auto for a model of which nothing is measured".to_owned(),
         }),
+    }
+}
+
+/// A window out of range, named as the option that it came from.
+fn in_options(error: GenerateError) -> PipelineError {
+    let options = [("windows.sink", "--sink"), ("windows.keep", "--keep"), ("windows.flush", "--flush")];
+    match error {
+        GenerateError::Cache(RuntimeError::Config { place, expected, found }) => {
+            match options.into_iter().find(|(field, _)| *field == place) {
+                Some((_, option)) => PipelineError::Option { option, expected, found },
+                None => GenerateError::Cache(RuntimeError::Config { place, expected, found }).into(),
+            }
+        }
+        other => other.into(),
     }
 }
 

@@ -37,7 +37,7 @@ impl Device {
             (DeviceChoice::Cpu, _) | (DeviceChoice::Auto, Runs::OnCpu) => Ok(Self::Cpu { because: None }),
             (DeviceChoice::Auto, Runs::OnGpu) => Ok(match survey::usable() {
                 Ok(devices) => Self::Cuda(devices.into_iter().take(1).collect()),
-                Err(why) => Self::Cpu { because: Some(why.to_string()) },
+                Err(why) => Self::Cpu { because: Some(why.brief()) },
             }),
             (_, Runs::OnCpu) => Err(PipelineError::Option {
                 option: "--device",

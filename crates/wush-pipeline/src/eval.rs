@@ -98,6 +98,7 @@ fn scored<B: Windowed>(
             transform: cell.candidate.name.clone(),
             quantizer: cell.quantizer.to_string(),
             bits: cell.average_bits,
+            asked_bits: cell.asked,
             allotment: cell.allotment(),
             ..unquantized(score)
         });
@@ -110,6 +111,7 @@ fn unquantized(score: Score) -> PerplexityRow {
         transform: UNQUANTIZED.to_owned(),
         quantizer: UNQUANTIZED.to_owned(),
         bits: UNQUANTIZED_BITS,
+        asked_bits: None,
         allotment: Vec::new(),
         ppl: score.perplexity(),
         nll: score.nll,

@@ -50,8 +50,8 @@ pub(crate) struct Cell<'a> {
     pub(crate) bits: Vec<LayerBits>,
     /// Their average.
     pub(crate) average_bits: f64,
-    /// Whether they were allotted.
-    is_allotted: bool,
+    /// The average that was asked for, where bits are allotted.
+    pub(crate) asked: Option<f64>,
 }
 
 impl Evaluation {
@@ -128,8 +128,12 @@ impl Evaluation {
             (CodeBits::Auto(average), Some(sensitivity)) => allotted(spec, sensitivity, average)?,
             (CodeBits::Auto(_), None) => return Err(unmeasured(candidate)),
         };
-        let (average_bits, is_allotted) = (average_bits(spec, &bits), matches!(asked, CodeBits::Auto(_)));
-        Ok(Cell { candidate, quantizer, scales, bits, average_bits, is_allotted })
+        let average_bits = average_bits(spec, &bits);
+        let asked = match asked {
+            CodeBits::Same(_) => None,
+            CodeBits::Auto(average) => Some(average),
+        };
+        Ok(Cell { candidate, quantizer, scales, bits, average_bits, asked })
     }
 
     /// How each transform was made, by its name in the rows.
@@ -160,7 +164,7 @@ impl Cell<'_> {
 
     /// Bits layer by layer, where they were allotted.
     pub(crate) fn allotment(&self) -> Vec<AllottedBits> {
-        if self.is_allotted { AllottedBits::list(&self.bits) } else { Vec::new() }
+        if self.asked.is_some() { AllottedBits::list(&self.bits) } else { Vec::new() }
     }
 }
 

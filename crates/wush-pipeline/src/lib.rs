@@ -67,7 +67,7 @@ pub use human::{counted, human_bits, human_bytes, human_time, ratio, shell_word}
 pub use inspect::inspect;
 pub use merge::merge;
 pub use model::{HeadShape, Model};
-pub use notes::{describe_gain, describe_solve, describe_solves};
+pub use notes::{describe_allotment, describe_bits, describe_gain, describe_solve, describe_solves};
 pub use page::{AsPage, write_page};
 pub use recon::eval_recon;
 pub use serve::{DEFAULT_HOST, DEFAULT_PORT, serve};

@@ -11,9 +11,10 @@ use wush_format::manifest::{Calibration, FoldReport, Manifest, Solve, Status};
 use wush_format::tensor_file::Dtype;
 
 use crate::Result;
-use crate::human::counted;
+use crate::human::{counted, human_bits};
 use crate::model::Model;
 use crate::plan::{FoldPlan, Unchecked, VerifyPlan};
+use crate::report::AllottedBits;
 use crate::solve::registry;
 use crate::verify::folded_dtype;
 
@@ -224,6 +225,34 @@ pub fn describe_solve(solve: &Solve) -> String {
         format!("{transform}, seed {seed}")
     } else {
         transform.clone()
+    }
+}
+
+/// Which layers have more than two bits, where bits were allotted: a line a number of bits and side, "keys 3 bits in layers 0, 4, 5".
+pub fn describe_allotment(allotment: &[AllottedBits]) -> Vec<String> {
+    let mut lines = Vec::new();
+    let narrow = allotment.iter().flat_map(|a| [a.keys, a.values]).filter(|&bits| bits == 2).count();
+    for bits in [3, 4] {
+        for (side, of) in [("keys", (|a| a.keys) as fn(&AllottedBits) -> u8), ("values", |a| a.values)] {
+            let layers: Vec<String> = allotment.iter().filter(|a| of(a) == bits).map(|a| a.layer.to_string()).collect();
+            if !layers.is_empty() {
+                lines.push(format!("{side} {bits} bits in layers {}", layers.join(", ")));
+            }
+        }
+    }
+    if narrow > 0 {
+        lines.push(format!("2 bits in the other {narrow} of {}", 2 * allotment.len()));
+    }
+    lines
+}
+
+/// "2.25 bits", or "2.24 of at most 2.25 bits" where another average was asked for.
+pub fn describe_bits(bits: f64, asked: Option<f64>) -> String {
+    match asked {
+        Some(asked) if human_bits(asked) != human_bits(bits) => {
+            format!("{} of at most {} bits", human_bits(bits), human_bits(asked))
+        }
+        _ => format!("{} bits", human_bits(bits)),
     }
 }
 

@@ -12,8 +12,8 @@ use wush_format::monitor::Monitor;
 use wush_inspect::page::{charts, escape, number_table, page, pair_list};
 
 use crate::human::{counted, human_bits};
-use crate::notes::describe_solves;
-use crate::report::{EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
+use crate::notes::{describe_allotment, describe_bits, describe_solves};
+use crate::report::{AllottedBits, EvalPplReport, EvalReconReport, ModuleRow, PerplexityRow, ReconRow};
 use crate::{PipelineError, Result};
 
 /// What every page begins with, in either case.
@@ -65,7 +65,13 @@ fn perplexity_page(report: &EvalPplReport) -> Result<String> {
         ("solve", how),
         ("calibration", calibration),
     ];
-    let facts = facts_and_notes(&facts, &report.notes);
+    let mut facts = facts_and_notes(&facts, &report.notes);
+    facts.extend(
+        report
+            .rows
+            .iter()
+            .filter_map(|row| allotted(&row.transform, &row.quantizer, (row.bits, row.asked_bits), &row.allotment)),
+    );
     let plots = perplexity_charts(&report.rows).iter().map(svg).collect::<Result<Vec<_>, _>>();
     let plots = plots.map_err(PipelineError::from)?;
     let header =
@@ -85,6 +91,18 @@ fn calibration(calibration: Option<&Calibration>) -> String {
 fn facts_and_notes(facts: &[(&str, String)], notes: &[String]) -> Vec<(String, String)> {
     let notes = notes.iter().map(|note| ("note", note.clone()));
     facts.iter().cloned().chain(notes).map(|(name, text)| (name.to_owned(), text)).collect()
+}
+
+/// Which bits a row was allotted, if any.
+fn allotted(
+    transform: &str,
+    quantizer: &str,
+    (bits, asked): (f64, Option<f64>),
+    allotment: &[AllottedBits],
+) -> Option<(String, String)> {
+    let lines = describe_allotment(allotment).join("; ");
+    let row = format!("{transform}, {quantizer}, {}: {lines}", describe_bits(bits, asked));
+    (!allotment.is_empty()).then(|| ("allotted bits".to_owned(), row))
 }
 
 /// What is measured of a module: its name and how a row has it.
@@ -110,7 +128,13 @@ fn recon_page(report: &EvalReconReport) -> Result<String> {
     let how = describe_solves(&report.solves).join("; ");
     let calibration = calibration(report.calibration.as_ref());
     let facts = [("text", text), ("cache", cache), ("solve", how), ("calibration", calibration)];
-    let facts = facts_and_notes(&facts, &report.notes);
+    let mut facts = facts_and_notes(&facts, &report.notes);
+    facts.extend(
+        report
+            .rows
+            .iter()
+            .filter_map(|row| allotted(&row.transform, &row.quantizer, (row.bits, row.asked_bits), &row.allotment)),
+    );
     let header = format!(
         "<header><div><h1>Reconstruction errors</h1><p><code>{}</code></p></div></header>",
         escape(&report.model.id)
@@ -178,9 +202,7 @@ fn table(rows: &[PerplexityRow]) -> String {
 fn perplexity_charts(rows: &[PerplexityRow]) -> Vec<Chart> {
     let (unquantized, rows): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.bits == crate::eval::UNQUANTIZED_BITS);
     let level = unquantized.first().map(|row| ("unquantized".to_owned(), row.ppl));
-    // From the most bits to the fewest: the price grows to the right.
-    let mut bits = ascending(rows.iter().map(|row| row.bits));
-    bits.reverse();
+    let bits = ascending(rows.iter().map(|row| row.bits));
     let chart = |title: &str, rows: Vec<&PerplexityRow>| {
         let series = distinct(rows.iter().map(|row| row.transform.as_str())).into_iter().map(|transform| {
             let at =

@@ -64,6 +64,7 @@ fn row(cell: &Cell<'_>, modules: &[ModuleErrors]) -> ReconRow {
         transform: cell.candidate.name.clone(),
         quantizer: cell.quantizer.to_string(),
         bits: cell.average_bits,
+        asked_bits: cell.asked,
         allotment: cell.allotment(),
         products: mean(|row| row.products),
         probabilities: mean(|row| row.probabilities),

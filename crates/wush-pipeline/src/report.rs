@@ -351,6 +351,9 @@ pub struct ReconRow {
     /// Bits of a code; where they were allotted, their average over coordinates.
     #[serde(serialize_with = "whole_as_integer")]
     pub bits: f64,
+    /// The average that was asked for (`auto:AVERAGE`), where bits were allotted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked_bits: Option<f64>,
     /// Bits of each layer, where they were allotted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allotment: Vec<AllottedBits>,
@@ -424,6 +427,9 @@ pub struct PerplexityRow {
     /// Bits of a code, 16 without quantization; where they were allotted, their average over coordinates.
     #[serde(serialize_with = "whole_as_integer")]
     pub bits: f64,
+    /// The average that was asked for (`auto:AVERAGE`), where bits were allotted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked_bits: Option<f64>,
     /// Bits of each layer, where they were allotted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allotment: Vec<AllottedBits>,

@@ -185,10 +185,10 @@ impl Quantizer {
     /// Checks the parameter.
     ///
     /// # Errors
-    /// `Parameter` when alpha is not in (0, 64] or kappa not in [0, 1].
+    /// `Parameter` when alpha is not in [1/64, 64] or kappa not in [0, 1].
     pub fn new(kind: Kind, bits: Bits, scale_dtype: ScaleDtype) -> Result<Self> {
         let (parameter, expected, found, fits) = match kind {
-            Kind::Quest { alpha } => ("alpha", "more than 0, at most 64", alpha, alpha > 0.0 && alpha <= MAX_ALPHA),
+            Kind::Quest { alpha } => ("alpha", "1/64 to 64", alpha, (1.0 / MAX_ALPHA..=MAX_ALPHA).contains(&alpha)),
             Kind::Oscar { kappa, .. } => ("kappa", "0 to 1", kappa, (0.0..=1.0).contains(&kappa)),
         };
         if fits {
@@ -413,7 +413,9 @@ mod tests {
             let error = text.parse::<Method>().expect_err(text).to_string();
             assert!(error.contains("quest, quest-wide, oscar, oscar-linear"), "{error}");
         }
-        for text in ["oscar:1.01", "oscar:-0.1", "oscar:NaN", "quest:0", "quest:-1", "quest:inf", "quest:65"] {
+        for text in
+            ["oscar:1.01", "oscar:-0.1", "oscar:NaN", "quest:0", "quest:1e-300", "quest:-1", "quest:inf", "quest:65"]
+        {
             assert!(matches!(text.parse::<Method>(), Err(QuantError::Parameter { .. })), "{text}");
         }
         for bits in [0u8, 1, 5, 6, 7, 9, 16, 255] {

@@ -304,7 +304,7 @@ fn degenerate_groups_stay_finite() {
         (0..128).map(|i| 1.0 + f32::EPSILON * (i % 2) as f32).collect(),
     ];
     for quantizer in all_quantizers().chain(
-        [Kind::Quest { alpha: 64.0 }, Kind::Quest { alpha: 1e-3 }]
+        [Kind::Quest { alpha: 64.0 }, Kind::Quest { alpha: 1.0 / 64.0 }]
             .map(|kind| Quantizer::new(kind, Bits::Two, ScaleDtype::Bf16).expect("in range")),
     ) {
         for codec in levels(codec(128, quantizer)) {

@@ -14,8 +14,8 @@ use wush_pipeline::report::{
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
     BenchCalibrateReport, BenchKernelsReport, CeilingsReport, DeviceReport, DoctorReport, KernelRow, SequenceRow,
-    StageRow, counted, describe_gain, describe_solve, describe_solves, human_bits, human_bytes, human_time, printable,
-    ratio, shell_word,
+    StageRow, counted, describe_allotment, describe_bits, describe_gain, describe_solve, describe_solves, human_bits,
+    human_bytes, human_time, printable, ratio, shell_word,
 };
 
 /// A report that the program can print.
@@ -148,7 +148,7 @@ impl Report for EvalPplReport {
             let _ =
                 writeln!(text.0, "{transform:<16} {quantizer:<14} {:>4} {ppl:>12.4} {nll:>10.5}", human_bits(*bits));
         }
-        self.rows.iter().for_each(|row| text.allotment(&row.transform, row.bits, &row.allotment));
+        self.rows.iter().for_each(|row| text.allotment(&row.transform, (row.bits, row.asked_bits), &row.allotment));
         text.0
     }
 }
@@ -178,7 +178,7 @@ impl Report for EvalReconReport {
                 human_bits(*bits)
             );
         }
-        self.rows.iter().for_each(|row| text.allotment(&row.transform, row.bits, &row.allotment));
+        self.rows.iter().for_each(|row| text.allotment(&row.transform, (row.bits, row.asked_bits), &row.allotment));
         text.0.push_str(
             "Relative squared errors, geometric means over layers; the last three are of module outputs, with keys, values and \
              both quantized.\n",
@@ -202,7 +202,7 @@ impl Report for GenerateReport {
             let exact = format!("the first {sink} and the newest {keep} tokens stay exact, and there were no more");
             text.row("", &format!("nothing was quantized: {exact}"));
         }
-        text.allotment("cache", self.cache.bits, &self.cache.allotment);
+        text.allotment("cache", (self.cache.bits, None), &self.cache.allotment);
         text.0
     }
 }
@@ -226,24 +226,6 @@ impl Report for ServeReport {
     fn passed(&self) -> bool {
         self.cache_bytes_left == 0
     }
-}
-
-/// "keys 3 bits in layers 0, 4, 5".
-fn describe_allotment(allotment: &[AllottedBits]) -> Vec<String> {
-    let mut lines = Vec::new();
-    let narrow = allotment.iter().flat_map(|a| [a.keys, a.values]).filter(|&bits| bits == 2).count();
-    for bits in [3, 4] {
-        for (side, of) in [("keys", (|a| a.keys) as fn(&AllottedBits) -> u8), ("values", |a| a.values)] {
-            let layers: Vec<String> = allotment.iter().filter(|a| of(a) == bits).map(|a| a.layer.to_string()).collect();
-            if !layers.is_empty() {
-                lines.push(format!("{side} {bits} bits in layers {}", layers.join(", ")));
-            }
-        }
-    }
-    if narrow > 0 {
-        lines.push(format!("2 bits in the other {narrow} of {}", 2 * allotment.len()));
-    }
-    lines
 }
 
 /// "2 bits (quest, transformed): 1.2 MB for 700 tokens, 0.21 of BF16's 5.6 MB".
@@ -398,9 +380,9 @@ impl Lines {
     }
 
     /// Which layers have more than two bits, where bits were allotted.
-    fn allotment(&mut self, of: &str, bits: f64, allotment: &[AllottedBits]) {
+    fn allotment(&mut self, of: &str, (bits, asked): (f64, Option<f64>), allotment: &[AllottedBits]) {
         for line in describe_allotment(allotment) {
-            let _ = writeln!(self.0, "{of}, {} bits: {line}", human_bits(bits));
+            let _ = writeln!(self.0, "{of}, {}: {line}", describe_bits(bits, asked));
         }
     }
 

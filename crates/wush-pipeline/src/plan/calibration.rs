@@ -138,6 +138,9 @@ pub(crate) fn load_sequences(
     let is_text = !request.source.is_token_ids();
     if !is_text {
         check_of_token_ids(request, names)?;
+    } else if !request.source.has_fields() && request.text_field != DEFAULT_TEXT_FIELD {
+        let (expected, found) = ("none with plain text, which has no fields".to_owned(), request.text_field.clone());
+        return Err(PipelineError::Option { option: names.field, expected, found });
     }
     // How many of text, how many in any case, and how long.
     let (of_text, at_most, default_len) = match purpose {
