@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 INSIDE = "WUSH_EXTERNAL_INSIDE"
 
 
-def enter(name, *requirements, unpinned=None):
+def enter(name, *requirements, unpinned=None, alone=()):
     """Returns inside the environment `name`, in a new process that runs the same script, and never in the calling one.
 
     `unpinned`: a package, and names of its requirements that are left out, because it pins them to what PyPI does not have.
+    `alone`: packages that are installed without what they require.
     """
     if os.environ.get(INSIDE) == name:
         return
@@ -32,6 +33,8 @@ def enter(name, *requirements, unpinned=None):
         install(python, "maturin>=1.9,<2", *requirements)
         if unpinned:
             install_without(python, *unpinned)
+        if alone:
+            install(python, "--no-deps", *alone)
         wheels = home / "wheels"
         for old in wheels.glob("*.whl"):
             old.unlink()

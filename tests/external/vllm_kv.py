@@ -31,10 +31,10 @@ def child(model, text, n_windows, n_tokens, kv_dtype, spoil):
     from vllm import LLM, SamplingParams
 
     if spoil:
-        import wush_kv.vllm
+        from wush_kv import serving
 
-        right = wush_kv.vllm.transform
-        wush_kv.vllm.transform = lambda x, matrices, mean: right(x, matrices.mT if mean is None else matrices, mean)
+        right = serving.transform
+        serving.transform = lambda x, matrices, mean: right(x, matrices.mT if mean is None else matrices, mean)
     ids = AutoTokenizer.from_pretrained(model)(Path(text).read_text()[: 8 * n_windows * n_tokens]).input_ids
     windows = [ids[i * n_tokens : (i + 1) * n_tokens] for i in range(n_windows)]
     engine = LLM(

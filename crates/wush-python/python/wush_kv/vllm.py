@@ -5,15 +5,13 @@ vLLM loads it by itself. It changes nothing unless the model is a bundle; then e
 """
 
 import functools
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wush_kv import Bundle, WushError
+from wush_kv import serving
 
 SWITCH = "WUSH_KV_VLLM"
 """`off` in the environment: bundles are served without their key transforms."""
@@ -23,35 +21,16 @@ def register() -> None:
     """Patch vLLM's attention; called by vLLM in each of its processes, perhaps twice."""
     if os.environ.get(SWITCH) == "off":
         return
-    try:
+    with serving.or_no_server("vLLM", SWITCH):
         from vllm.model_executor.layers.attention.attention import Attention
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-    except ImportError as error:
-        # vLLM only logs what a plugin raises, and would go on without transforms.
-        raise SystemExit(
-            f"wush-kv: this vLLM is not known to the plugin: {error}. {SWITCH}=off serves without it"
-        ) from error
-    if getattr(Attention, "_wush", False):
-        return
-    Attention._wush = True
-    Attention.__init__ = _after(Attention.__init__, _give_transforms)
-    Attention.forward = _before_attention(Attention.forward)
-    BaseModelLoader.load_model = _checked(BaseModelLoader.load_model)
 
-
-def transform(x: Tensor, matrices: Tensor, mean: Tensor | None) -> Tensor:
-    """Each KV head's matrix times its vectors: x `[tokens, heads · d]` or `[tokens, heads, d]`, matrices `[n_kv_heads, d, d]`."""
-    n_kv_heads, d, _ = matrices.shape
-    wide = x.reshape(x.shape[0], n_kv_heads, -1, d).float()
-    if mean is not None:
-        wide = wide - mean[:, None]
-    return torch.einsum("tkgd,ked->tkge", wide, matrices).to(x.dtype).reshape(x.shape)
-
-
-def rank_heads(n_total: int, n_local: int, rank: int, n_ranks: int) -> slice:
-    """KV heads of a rank: an equal share, or one that several ranks hold where there are more ranks than heads."""
-    first = rank * n_local if n_ranks <= n_total else rank * n_total // n_ranks
-    return slice(first, first + n_local)
+        if getattr(Attention, "_wush", False):
+            return
+        Attention._wush = True
+        Attention.__init__ = _after(Attention.__init__, _give_transforms)
+        Attention.forward = _before_attention(Attention.forward)
+        BaseModelLoader.load_model = _checked(BaseModelLoader.load_model)
 
 
 def _after(original: Any, then: Any) -> Any:
@@ -67,8 +46,7 @@ def _before_attention(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if getattr(self, "wush_key", None) is not None:
-            query = transform(query, self.wush_query, None)
-            key = transform(key, self.wush_key, self.wush_mean)
+            query, key = serving.apply(self, query, key)
         return original(self, query, key, value, *args, **kwargs)
 
     return forward
@@ -80,28 +58,13 @@ def _checked(original: Any) -> Any:
     @functools.wraps(original)
     def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = original(self, vllm_config, *args, **kwargs)
-        bundle = _bundle_of(vllm_config.model_config.model)
-        if bundle is not None and vllm_config.parallel_config.pipeline_parallel_size == 1:
-            found = sorted(layer.wush_layer for layer in model.modules() if hasattr(layer, "wush_layer"))
-            if found != bundle.layers:
-                raise WushError(
-                    f"the bundle has transforms of layers {bundle.layers}, vLLM's attention has layers {found}"
-                )
+        bundle = serving.bundle_of(vllm_config.model_config.model)
+        if bundle is not None:
+            found = [layer.wush_layer for layer in model.modules() if hasattr(layer, "wush_layer")]
+            serving.check_layers(bundle, found, vllm_config.parallel_config.pipeline_parallel_size == 1)
         return model
 
     return load_model
-
-
-@functools.cache
-def _bundle_of(path: str) -> Bundle | None:
-    """The bundle in a directory, all of it checked; None for what is none."""
-    return Bundle.open(path) if (Path(path) / "wush").is_dir() else None
-
-
-def _transforms_hash(bundle: Bundle) -> str:
-    """SHA-256 of the key sidecar."""
-    files = json.loads(bundle.manifest_json)["files"]
-    return next(str(file["sha256"]) for file in files if file["path"] == "wush/key_transforms.safetensors")
 
 
 def _give_transforms(layer: Any) -> None:
@@ -112,43 +75,32 @@ def _give_transforms(layer: Any) -> None:
     from vllm.model_executor.models.utils import extract_layer_index
 
     config = get_current_vllm_config()
-    if config.model_config is None or (bundle := _bundle_of(config.model_config.model)) is None:
+    if config.model_config is None or (bundle := serving.bundle_of(config.model_config.model)) is None:
         return
     _refuse(layer, config)
     index, n_total = extract_layer_index(layer.layer_name), config.model_config.get_total_num_kv_heads()
-    expected = bundle.shape(index)
-    if expected != (n_total, layer.head_size):
-        raise WushError(
-            f"layer {index}: the bundle has (KV heads, d) = {expected}, the model {(n_total, layer.head_size)}"
-        )
-    ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    heads = rank_heads(n_total, layer.num_kv_heads, *ranks)
-    for name, matrix in (("wush_key", "key"), ("wush_query", "query"), ("wush_mean", "key_mean")):
-        found = bundle.matrix(index, matrix)  # type: ignore[arg-type]
-        tensor = (
-            None if found is None else torch.frombuffer(found, dtype=torch.float32).reshape(found.shape)[heads].clone()
-        )
-        layer.register_buffer(name, None if tensor is None else tensor.to(torch.get_default_device()), persistent=False)
+    serving.check_shape(bundle, index, n_total, layer.head_size)
+    rank, n_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    heads = serving.Heads(n_total, layer.num_kv_heads, rank, n_ranks)
+    serving.give_transforms(layer, bundle, index, heads, torch.get_default_device())
     layer.wush_layer = index
     # vLLM keeps compiled graphs by configuration: other transforms must be another one.
-    config.additional_config = {**(config.additional_config or {}), "wush": _transforms_hash(bundle)}
+    config.additional_config = {**(config.additional_config or {}), "wush": serving.transforms_hash(bundle)}
 
 
 def _refuse(layer: Any, config: Any) -> None:
-    """Refuse what the hook would not reach."""
+    """Refuse what the hook would not reach, and what was made in the base's coordinates."""
     problems = {
         "KV sharing between layers": layer.kv_sharing_target_layer_name is not None,
         "attention that is no decoder's": str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"),
         f"attention of the kind {type(layer).__name__}": _overrides(layer),
         "speculative decoding": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+        "a cache from or for another server": config.kv_transfer_config is not None,
         "stored scales of the cache": getattr(layer.quant_config, "kv_cache_scheme", None) is not None,
         "values of another head dimension": layer.head_size_v != layer.head_size,
     }
-    found = [what for what, is_so in problems.items() if is_so]
-    if found:
-        raise WushError(
-            f"{layer.layer_name}: not supported with a bundle's key transforms: {', '.join(found)}. {SWITCH}=off serves without"
-        )
+    serving.refuse(layer.layer_name, problems, SWITCH)
 
 
 def _overrides(layer: Any) -> bool:
