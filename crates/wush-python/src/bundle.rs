@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use pyo3::prelude::*;
 use rayon::prelude::*;
 use wush_format::FormatError;
-use wush_format::bundle::{KEY_TRANSFORMS, KeyLayer, KeySidecar, MANIFEST, VALUE_FEEDBACK, ValueFeedback, WUSH_DIR};
+use wush_format::bundle::{KeyLayer, KeySidecar, MANIFEST, ValueFeedback, WUSH_DIR};
 use wush_format::hash::hash_file;
 use wush_format::manifest::{FileEntry, Manifest, Status, weights_hash};
+use wush_format::sidecars::Sidecars;
 use wush_quant::{Method, Role};
 use wush_runtime::{KeyTransforms, RuntimeError};
 
@@ -30,18 +31,23 @@ pub(crate) struct Bundle {
 
 impl Bundle {
     fn load(path: PathBuf, verify: bool) -> Result<Self> {
-        let folder = path.join(WUSH_DIR);
-        let manifest = Manifest::load(&folder.join(MANIFEST))?;
+        let sidecars = Sidecars::load(&path)?;
+        let Sidecars { manifest, keys, values, .. } = &sidecars;
         if manifest.status == Status::Failed {
             return Err(BindingError::Failed { path });
         }
-        check_basis(&folder.join(MANIFEST), &manifest)?;
+        check_basis(&path.join(WUSH_DIR).join(MANIFEST), manifest)?;
         check_no_other_weights(&path, &manifest.files)?;
-        let keys = load_keys(&folder.join(KEY_TRANSFORMS), &manifest)?;
-        let values = load_values(&folder.join(VALUE_FEEDBACK), &manifest)?;
+        // `query = key^{-T}`, mean keys that are keys, feedback that is feedback.
+        KeyTransforms::from_sidecar(&sidecars.key_path(), keys)?;
+        let of_keys = keys.layers.values().map(|entry| (entry.head_dim, entry.key_feedback.as_deref()));
+        let of_values = values.iter().flat_map(|values| values.layers.values());
+        let of_values = of_values.map(|entry| (entry.head_dim, Some(entry.value_feedback.as_slice())));
+        of_keys.chain(of_values).try_for_each(|(d, lower)| lower.map_or(Ok(()), |lower| feedback(d, lower).map(drop)))?;
         if verify {
             manifest.files.par_iter().try_for_each(|file| check_file(&path, file))?;
         }
+        let Sidecars { manifest, keys, values, .. } = sidecars;
         Ok(Self { path, manifest, keys, values })
     }
 
@@ -192,37 +198,6 @@ fn check_no_other_weights(dir: &Path, files: &[FileEntry]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The key sidecar, of these weights, with `query = key^{-T}`, mean keys that are keys, feedback that is feedback.
-fn load_keys(path: &Path, manifest: &Manifest) -> Result<KeySidecar> {
-    let keys = KeySidecar::load(path)?;
-    check_model(path, manifest, keys.model_hash)?;
-    KeyTransforms::from_sidecar(path, &keys)?;
-    for entry in keys.layers.values() {
-        entry.key_feedback.as_ref().map(|lower| feedback(entry.head_dim, lower)).transpose()?;
-    }
-    Ok(keys)
-}
-
-/// The values' feedback, where the manifest says that there is some.
-fn load_values(path: &Path, manifest: &Manifest) -> Result<Option<ValueFeedback>> {
-    if !manifest.solve.feedback {
-        return Ok(None);
-    }
-    let values = ValueFeedback::load(path)?;
-    check_model(path, manifest, values.model_hash)?;
-    values.layers.values().try_for_each(|entry| feedback(entry.head_dim, &entry.value_feedback).map(drop))?;
-    Ok(Some(values))
-}
-
-fn check_model(path: &Path, manifest: &Manifest, found: wush_format::hash::Sha) -> Result<()> {
-    let expected = manifest.basis.model_hash;
-    if expected == found {
-        Ok(())
-    } else {
-        Err(RuntimeError::OtherModel { path: path.to_owned(), expected, found }.into())
-    }
 }
 
 fn check_file(dir: &Path, listed: &FileEntry) -> Result<()> {

@@ -1,5 +1,6 @@
 """A bundle is read as it was written, and refused when any part of it is another's."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -12,6 +13,16 @@ from wush_kv import Bundle, WushError
 
 # Both matrices were rounded to f32 once (6e-8 of each term), and cond(T), some tens, times √d is what terms sum to.
 INVERSE_TOLERANCE = 1e-4
+
+
+def list_again(bundle, name):
+    """Has the manifest list the file of `wush/` as it is now."""
+    manifest = bundle / "wush/manifest.json"
+    stated = json.loads(manifest.read_text())
+    (entry,) = (entry for entry in stated["files"] if entry["path"] == f"wush/{name}")
+    data = (bundle / "wush" / name).read_bytes()
+    entry["sha256"], entry["n_bytes"] = hashlib.sha256(data).hexdigest(), len(data)
+    manifest.write_text(json.dumps(stated))
 
 
 def test_what_it_says_is_what_the_files_say(bundle):
@@ -47,9 +58,12 @@ def test_a_changed_file_is_named(copy, name):
 
 
 @pytest.mark.parametrize("name", ["key_transforms.safetensors", "value_feedback.safetensors"])
-def test_a_sidecar_of_other_weights_is_refused_without_hashing(copy, other_bundle, name):
+def test_a_sidecar_of_other_weights_is_refused_without_hashing_those(copy, other_bundle, name):
     shutil.copy(other_bundle / "wush" / name, copy / "wush" / name)
-    with pytest.raises(WushError, match="made for the model with hash"):
+    with pytest.raises(WushError, match=f"{name}: does not fit its bundle: SHA-256 that the manifest lists"):
+        Bundle.open(copy, verify=False)
+    list_again(copy, name)
+    with pytest.raises(WushError, match=f"{name}: does not fit its bundle: hash of the weights"):
         Bundle.open(copy, verify=False)
 
 
@@ -60,6 +74,7 @@ def test_a_sidecar_whose_queries_do_not_undo_its_keys_is_refused(copy):
     begin = 8 + int.from_bytes(data[:8], "little") + header["layers.0.query"]["data_offsets"][0]
     data[begin : begin + 4] = np.float32(0.5 + np.frombuffer(data[begin : begin + 4], "<f4")[0]).tobytes()
     path.write_bytes(data)
+    list_again(copy, path.name)
     with pytest.raises(WushError, match=r"layer 0, KV head 0: query is not key\^\{-T\}"):
         Bundle.open(copy, verify=False)
 
