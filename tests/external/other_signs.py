@@ -6,6 +6,7 @@
 Solves Eq. 1 in f64 by torch from the statistics that TRANSFORMS was solved from. Without SEED the signs are those that LAPACK gives, with it they
 are drawn. Exits 1 when T^T T, which no sign changes, is not that of TRANSFORMS. Needs torch and safetensors.
 """
+import hashlib
 import json
 import math
 import sys
@@ -14,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+# Entries of metadata that a reader compares, and the hash itself.
+NOT_HASHED = ("format", "version", "content_hash")
 # Two f64 solvers over matrices of condition up to 1e5.
 REL_TOL = 1e-9
 
@@ -44,6 +47,14 @@ def read(path):
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
 
 
+def content_hash(tensors, metadata):
+    """Of a file of transforms, as docs/formats.md has it."""
+    entries = [(key, text.encode()) for key, text in sorted(metadata.items()) if key not in NOT_HASHED]
+    entries += [(name, tensor.numpy().tobytes()) for name, tensor in sorted(tensors.items())]
+    lines = (f"{name}\0{hashlib.sha256(data).hexdigest()}\n" for name, data in entries)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def main(statistics, transforms, out, seed=None):
     sums, _ = read(statistics)
     solved, metadata = read(transforms)
@@ -64,7 +75,7 @@ def main(statistics, transforms, out, seed=None):
             heads.append(head)
         others[name] = torch.stack(heads).contiguous()
     print(f"T^T T differs by {worst:.1e} at most")
-    save_file(others, out, metadata=metadata)
+    save_file(others, out, metadata=metadata | {"content_hash": content_hash(others, metadata)})
     return int(worst > REL_TOL)
 
 
