@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The transforms of `wush solve --preset paper`, with other signs of the eigenvectors: another of the solutions that Eq. 1 leaves open.
+"""The transforms of `wush solve --preset paper`, with other signs of the eigenvectors: another of the solutions that Eq. 1, or OSCAR, leaves open.
 
     python3 other_signs.py STATISTICS.safetensors TRANSFORMS.safetensors OUT.safetensors [SEED]
 
-Solves Eq. 1 in f64 by torch from the statistics that TRANSFORMS was solved from. Without SEED the signs are those that LAPACK gives, with it they
-are drawn. Exits 1 when T^T T, which no sign changes, is not that of TRANSFORMS. Needs torch and safetensors.
+TRANSFORMS are `wush` or, with `--transform oscar-per-head`, OSCAR's. Solves for them in f64 by torch from the statistics that they were solved from. Without SEED
+the signs are those that LAPACK gives, with it they are drawn. Exits 1 when what no sign changes is not that of TRANSFORMS: T^T T, or OSCAR's directions. Needs torch and
+safetensors.
 """
 import hashlib
 import json
@@ -34,12 +35,25 @@ def damped(matrix, damping):
     return matrix + damping * matrix.trace() / len(matrix) * torch.eye(len(matrix), dtype=torch.float64)
 
 
-def solve(gram, hessian, damping, signs):
-    """Eq. 1 with the columns of U times `signs`."""
+def wush(gram, hessian, damping, signs, known):
+    """Eq. 1 with the columns of U times `signs`, and by how much its metric differs from the known one's."""
     lower = torch.linalg.cholesky(damped(hessian, damping))
     values, vectors = torch.linalg.eigh(lower.T @ damped(gram, damping) @ lower)
     c = math.sqrt((1 + damping) * gram.trace() / values.sqrt().sum())
-    return c * hadamard(len(gram)) @ ((values**-0.25)[:, None] * (vectors * signs).T) @ lower.T
+    head = c * hadamard(len(gram)) @ ((values**-0.25)[:, None] * (vectors * signs).T) @ lower.T
+    metric = known.T @ known
+    return head, torch.linalg.norm(head.T @ head - metric) / torch.linalg.norm(metric)
+
+
+def oscar(covariance, signs, known):
+    """OSCAR's rotation with the columns of U times `signs`, and by how much the known one is not of these directions."""
+    order = len(covariance)
+    _, vectors = torch.linalg.eigh(covariance)
+    bits = order.bit_length() - 1
+    reversed_rank = [int(f"{rank:0{bits}b}"[::-1], 2) if bits else 0 for rank in range(order)]
+    head = torch.empty_like(covariance)
+    head[reversed_rank] = ((vectors * signs) @ hadamard(order)).T.flip(0)
+    return head, ((known @ vectors).abs() * math.sqrt(order) - 1).abs().max()
 
 
 def read(path):
@@ -59,22 +73,27 @@ def main(statistics, transforms, out, seed=None):
     sums, _ = read(statistics)
     solved, metadata = read(transforms)
     options = json.loads(metadata["solve"])
-    if (options["transform"], options["exponent"], options["factor"]) != ("wush", 0.25, "hadamard"):
-        raise SystemExit("error: transforms of `wush solve --preset paper`, please")
+    kind = options["transform"]
+    if kind not in ("wush", "oscar-per-head") or (options["exponent"], options["factor"]) != (0.25, "hadamard"):
+        raise SystemExit("error: transforms wush or oscar-per-head of `wush solve --preset paper`, please")
     random = None if seed is None else torch.Generator().manual_seed(int(seed))
     others, worst = {}, 0.0
     for name, matrices in solved.items():
         layer, role = name.rsplit(".", 1)
-        grams, hessians = sums[f"{layer}.{role}_gram"], sums[f"{layer}.{'query' if role == 'key' else 'output'}_gram"]
+        of = {"key": ("query_gram", "query_gram"), "value": ("output_gram", "weighted_value_gram")}[role]
+        hessians, covariances = (sums.get(f"{layer}.{which}") for which in of)
         heads = []
-        for gram, hessian, known in zip(grams, hessians, matrices):
-            signs = torch.ones(len(gram)) if random is None else torch.randint(0, 2, (len(gram),), generator=random) * 2 - 1
-            head = solve(gram, hessian, options["damping"], signs.double())
-            metric = known.T @ known
-            worst = max(worst, float(torch.linalg.norm(head.T @ head - metric) / torch.linalg.norm(metric)))
-            heads.append(head)
+        for head, known in enumerate(matrices):
+            signs = torch.ones(len(known)) if random is None else torch.randint(0, 2, (len(known),), generator=random) * 2 - 1
+            if kind == "wush":
+                gram = sums[f"{layer}.{role}_gram"][head]
+                other, differs = wush(gram, hessians[head], options["damping"], signs.double(), known)
+            else:
+                other, differs = oscar(covariances[head], signs.double(), known)
+            worst = max(worst, float(differs))
+            heads.append(other)
         others[name] = torch.stack(heads).contiguous()
-    print(f"T^T T differs by {worst:.1e} at most")
+    print(f"but for signs they differ by {worst:.1e} at most")
     save_file(others, out, metadata=metadata | {"content_hash": content_hash(others, metadata)})
     return int(worst > REL_TOL)
 
