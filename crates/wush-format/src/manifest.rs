@@ -20,6 +20,10 @@ pub const MANIFEST_VERSION: u32 = 2;
 pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 /// [`Basis::kind`] of a bundle: values and output projections are in transformed coordinates.
 pub const FOLDED_VALUES: &str = "folded-values";
+/// Kinds of devices that statistics are summed on.
+pub const DEVICES: [&str; 2] = ["cpu", "cuda"];
+/// Arithmetic of the forward pass there.
+pub const COMPUTES: [&str; 2] = ["f32", "bf16"];
 /// What messages call the file.
 const KIND: &str = "manifest";
 

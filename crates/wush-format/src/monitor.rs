@@ -14,6 +14,19 @@ pub trait Monitor: Sync {
     fn interrupted(&self) -> bool;
 }
 
+/// A monitor that says nothing, and is interrupted when another is: for work whose progress its caller counts.
+pub struct Silent<'a>(pub &'a dyn Monitor);
+
+impl Monitor for Silent<'_> {
+    fn begin(&self, _stage: &str, _unit: &'static str, _total: u64) {}
+    fn advance(&self, _n: u64) {}
+    fn end(&self) {}
+    fn note(&self, _line: &str) {}
+    fn interrupted(&self) -> bool {
+        self.0.interrupted()
+    }
+}
+
 /// A monitor that says nothing and is never interrupted.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Quiet;

@@ -107,11 +107,13 @@ impl<T: Compute> HostCarrier<T> {
         Ok(())
     }
 
-    /// Begins to copy states from the host into a slot; they come after its former ones have gone, by the same queue.
+    /// Begins to copy states from the host into a slot; they come after its former ones have gone, by the same queue, and after all
+    /// work that was begun: after the last layer nothing is parked, and the slot's states are read until then.
     fn begin_upload(&mut self, at: usize, sequence: usize) -> Result<()> {
         let len = self.len(sequence);
+        self.device.wait(Queue::Copy, &self.device.mark(Queue::Compute)?)?;
         let slot = &mut self.slots[at];
-        // SAFETY: no tensor of this slot is given out: its sequence was parked.
+        // SAFETY: no tensor of this slot is given out: its sequence was parked, or dropped; what reads it was begun before.
         let mut to = unsafe { slot.buffer.view_mut_shared(0..len) };
         // SAFETY: as in `begin_download`.
         unsafe { self.device.begin_upload(&self.host[sequence][..len], &mut to, Queue::Copy) }?;

@@ -81,7 +81,7 @@ impl Job<'_> {
     /// `Library` without the compiler, `Compile`.
     pub fn code(&self) -> Result<Vec<u8>> {
         let cached = cache_folder().map(|folder| self.cached_path(&folder)).transpose()?;
-        if let Some(code) = cached.as_ref().and_then(|path| fs::read(path).ok()) {
+        if let Some(code) = cached.as_ref().and_then(|path| unsealed(fs::read(path).ok()?)) {
             return Ok(code);
         }
         self.compile_into(cached.as_deref())
@@ -101,7 +101,7 @@ impl Job<'_> {
         if let Some(path) = cached {
             // Without a cache the next run compiles again, which takes seconds and changes nothing.
             let made = path.parent().is_some_and(|folder| fs::create_dir_all(folder).is_ok());
-            let _ = made.then(|| atomic::write_file(path, &code));
+            let _ = made.then(|| atomic::write_file(path, &sealed(&code)));
         }
         Ok(code)
     }
@@ -150,6 +150,17 @@ impl Job<'_> {
         let log = log.trim().chars().take(LOG_CHARS).collect();
         GpuError::Compile { kernel: self.kernel, target: self.target.name().to_owned(), log }
     }
+}
+
+/// Code with its SHA-256 before it, as the cache keeps it: the driver is given no length, and reads on where a file is cut.
+fn sealed(code: &[u8]) -> Vec<u8> {
+    [Sha::of(code).0.as_slice(), code].concat()
+}
+
+/// The code of such a file; none of one that is damaged, or of another kind.
+fn unsealed(file: Vec<u8>) -> Option<Vec<u8>> {
+    let (digest, code) = file.split_first_chunk()?;
+    (Sha(*digest) == Sha::of(code)).then(|| code.to_vec())
 }
 
 /// Where compiled kernels are kept; none where the user has no cache folder.
@@ -240,6 +251,19 @@ fn done(status: nvrtcResult) -> Result<(), nvrtcResult> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn damaged_code_is_not_read_from_the_cache() {
+        let code = b"machine code".to_vec();
+        let file = sealed(&code);
+        assert_eq!(unsealed(file.clone()), Some(code));
+        let mut flipped = file.clone();
+        flipped[40] ^= 1;
+        let exchanged = [&file[..32], b"other code"].concat();
+        for damaged in [Vec::new(), file[..10].to_vec(), file[..file.len() - 1].to_vec(), flipped, exchanged] {
+            assert_eq!(unsealed(damaged), None);
+        }
+    }
 
     #[test]
     fn whatever_decides_the_code_decides_the_name_in_the_cache() {

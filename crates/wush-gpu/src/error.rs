@@ -58,7 +58,7 @@ pub enum GpuError {
         code: String,
     },
     /// Device memory ran out, or the budget did.
-    #[error("out of GPU memory: {wanted} bytes wanted, {in_use} in use, {limit} at most")]
+    #[error("out of GPU memory: {wanted} bytes wanted, {in_use} in use, no more than {limit} to be had")]
     OutOfMemory {
         /// Bytes of the allocation that failed.
         wanted: u64,
@@ -205,7 +205,15 @@ impl GpuError {
                  `nvidia-smi` shows who else uses the device"
             }
             Self::DoesNotFit { .. } => {
-                "give it a smaller --seq-len, or a device with more memory that is free: `nvidia-smi` shows who uses it"
+                "give it a larger --max-gpu-memory, shorter sequences, or a device with more memory that is free: `nvidia-smi` shows \
+                 who uses it"
+            }
+            Self::Driver { code, .. } if code.contains("OUT_OF_MEMORY") => {
+                "other programs have the GPU's memory: `nvidia-smi` shows which; or run with --device cpu"
+            }
+            Self::Compile { log, .. } if log.contains("builtins") => {
+                "install the compiler whole (libnvrtc-builtins lies beside libnvrtc: `pip install nvidia-cuda-nvrtc`), or run with \
+                 --device cpu"
             }
             Self::Driver { .. } | Self::Blas { .. } => {
                 "check `nvidia-smi`; the same command with --device cpu does without the GPU"

@@ -140,8 +140,8 @@ fn usual_folders() -> Vec<PathBuf> {
         folders.extend(entries(&packages.join("nvidia")).map(|package| package.join("lib")));
     }
     folders.extend(["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib"].map(PathBuf::from));
-    folders.retain(|folder| folder.is_dir());
-    folders.dedup();
+    let mut seen = std::collections::BTreeSet::new();
+    folders.retain(|folder| folder.is_dir() && seen.insert(folder.canonicalize().unwrap_or_else(|_| folder.clone())));
     folders
 }
 

@@ -90,7 +90,10 @@ impl Pool {
             Some(address) => address,
             None => {
                 self.trim(source)?;
-                source.allocate(size)?.ok_or_else(|| self.exhausted(size))?
+                // Others have the rest: what was had is the limit.
+                let refused =
+                    || GpuError::OutOfMemory { wanted: size, in_use: self.usage.in_use, limit: self.usage.reserved };
+                source.allocate(size)?.ok_or_else(refused)?
             }
         };
         self.usage.reserved += size;

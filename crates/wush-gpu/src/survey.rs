@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use crate::attention::{hopper, mma};
 use crate::driver::{self, DeviceInfo, devices};
 use crate::error::{GpuError, Result};
-use crate::kernels::KERNELS;
 use crate::libraries::{self, Library};
 use crate::{Device, compiler};
 
@@ -63,11 +63,7 @@ pub fn free_memory(ordinal: usize) -> Result<u64> {
     Device::open(ordinal)?.free_memory()
 }
 
-/// Files of `kernels/` with an attention product that runs on a device, the preferred one first.
+/// Files of `kernels/` with calibration's attention product that run on a device: the second takes head dims that the first does not.
 pub fn attention_kernels(capability: (u32, u32)) -> Vec<&'static str> {
-    let attention = KERNELS.iter().filter(|file| file.name.starts_with("attention") && file.serves(capability));
-    let mut names: Vec<_> = attention.map(|file| (file.runs_on.len(), file.name)).collect();
-    // What is built for fewer devices is built for these devices.
-    names.sort();
-    names.into_iter().map(|(_, name)| name).collect()
+    [&hopper::FILE, &mma::FILE].into_iter().filter(|file| file.serves(capability)).map(|file| file.name).collect()
 }

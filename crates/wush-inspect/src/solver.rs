@@ -4,7 +4,7 @@
 //! are computed again; of those that would take the statistics, what no statistics could give is refused.
 
 use rayon::prelude::*;
-use wush_format::manifest::{Calibration, HeadReport, LayerReport, Solve};
+use wush_format::manifest::{COMPUTES, Calibration, DEVICES, HeadReport, LayerReport, Solve};
 use wush_model::arch::RopeScaling;
 use wush_model::spec::ModelSpec;
 use wush_transform::{Factor, HeadMeasures, HeadProblem, Role, Settings, TransformKind, find, solve};
@@ -21,10 +21,8 @@ const BOUND_REL_TOL: f64 = 1e-4;
 /// Condition numbers are saturated here: beyond, f64 says no more than "singular".
 const SATURATED: f64 = 1.0 / f64::EPSILON;
 
-/// What wush writes as preset, device and arithmetic.
+/// What wush writes as preset.
 const PRESETS: [&str; 2] = ["default", "paper"];
-const DEVICES: [&str; 1] = ["cpu"];
-const COMPUTES: [&str; 1] = ["f32"];
 /// Between the devices of merged statistics.
 const MERGED: &str = " + ";
 

@@ -58,6 +58,10 @@ fn false_claims_of_a_manifest_are_found_without_a_base() {
         }),
         ("scaling", &["calibration figures"], |m| calibration(m).rope_scaling = Some("magic".into())),
         ("device", &["calibration figures"], |m| calibration(m).device = "cpu + abacus".into()),
+        ("GPU", &[], |m| {
+            let calibration = calibration(m);
+            (calibration.device, calibration.compute) = ("cuda".into(), "bf16".into());
+        }),
         ("compute", &["calibration figures"], |m| calibration(m).compute = "u2".into()),
         ("preset", &[record], |m| m.solve.preset = "magic".into()),
         ("undamped", &["solver's figures"], |m| {
@@ -427,6 +431,8 @@ fn statistics_are_compared_with_their_base_and_themselves() {
     assert_only(&statistics_after(|s| s.info.n_heads = 8), &["same model"]);
     assert_only(&statistics_after(|s| drop(s.layers.remove(&1))), &["same model"]);
     assert_only(&statistics_after(|s| s.info.device = "abacus".into()), &["forward pass"]);
+    let on_a_gpu = |s: &mut Statistics| (s.info.device, s.info.compute) = ("cuda".into(), "bf16".into());
+    assert_only(&statistics_after(on_a_gpu), &[]);
     let long = |s: &mut Statistics| (s.info.positions, s.info.max_seq_len) = (1 << 20, 1 << 20);
     assert_only(&statistics_after(long), &["calibrated length"]);
     let twice = |s: &mut Statistics| {

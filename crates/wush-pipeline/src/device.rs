@@ -1,5 +1,6 @@
 //! Which device a run uses: what was asked for, and what is there.
 
+use wush_format::manifest::{COMPUTES, DEVICES};
 use wush_gpu::{DeviceInfo, GpuError, survey};
 use wush_model::spec::ModelSpec;
 
@@ -74,17 +75,19 @@ impl Device {
 
     /// Kind of device, as files state it.
     pub fn name(&self) -> &'static str {
+        let [cpu, cuda] = DEVICES;
         match self {
-            Self::Cpu { .. } => "cpu",
-            Self::Cuda(_) => "cuda",
+            Self::Cpu { .. } => cpu,
+            Self::Cuda(_) => cuda,
         }
     }
 
     /// Arithmetic of the forward pass.
     pub fn compute(&self) -> &'static str {
+        let [f32, bf16] = COMPUTES;
         match self {
-            Self::Cpu { .. } => "f32",
-            Self::Cuda(_) => "bf16",
+            Self::Cpu { .. } => f32,
+            Self::Cuda(_) => bf16,
         }
     }
 

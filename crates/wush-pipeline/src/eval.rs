@@ -15,7 +15,7 @@ use crate::evaluation::{Cell, Evaluation};
 use crate::human::human_bits;
 use crate::plan::n_tokens;
 use crate::report::{EvalPplReport, ModelInfo, PerplexityRow};
-use crate::request::{Environment, EvalPplRequest};
+use crate::request::{DeviceChoice, Environment, EvalPplRequest};
 use crate::{PipelineError, Result};
 
 /// Name of the row without quantization.
@@ -30,6 +30,10 @@ pub(crate) const UNQUANTIZED_BITS: f64 = 16.0;
 pub fn eval_ppl(request: &EvalPplRequest, env: &Environment<'_>) -> Result<EvalPplReport> {
     let clock = Instant::now();
     check_protocol(request.protocol)?;
+    if request.eval.model.device == DeviceChoice::AllCuda {
+        let (expected, found) = ("auto, cpu, cuda or cuda:N: one GPU scores".to_owned(), "cuda:all".to_owned());
+        return Err(PipelineError::Option { option: "--device", expected, found });
+    }
     let mut evaluation = Evaluation::begin(&request.eval, Runs::OnGpu, env)?;
     evaluation.notes.extend(little_quantized(request.protocol, evaluation.seq_len));
     evaluation.tell_notes(env);

@@ -12,10 +12,10 @@ use wush_fold::FoldDtype;
 use wush_format::bundle::KeySidecar;
 use wush_format::equivalence::unit_roundoff;
 use wush_format::manifest::Equivalence;
-use wush_format::monitor::Monitor;
+use wush_format::monitor::{Monitor, Silent};
 use wush_format::tensor_file::Dtype;
 use wush_model::ModelError;
-use wush_model::attention::{Exact, TransformedKeys, Windowed};
+use wush_model::attention::{AttentionProduct, Exact, TransformedKeys, Windowed};
 use wush_model::backend::log_sum_exp;
 use wush_model::decoder::Decoder;
 use wush_model::spec::ModelSpec;
@@ -70,9 +70,9 @@ pub fn verify<B: Windowed>(
     let mut sums = Sums::default();
     for ids in check.sequences {
         let half = ids.len() as u64 / 2;
-        let ours = source_decoder.hidden(ids, &Exact)?;
+        let ours = hidden(&source_decoder, ids, &Exact, monitor)?;
         monitor.advance(half);
-        let hidden = [ours, bundle_decoder.hidden(ids, &keys)?];
+        let hidden = [ours, hidden(&bundle_decoder, ids, &keys, monitor)?];
         monitor.advance(half);
         let n_scored = ids.len().saturating_sub(1);
         for rows in blocks(n_scored, source.spec.vocab_size) {
@@ -88,6 +88,17 @@ pub fn verify<B: Windowed>(
     }
     monitor.end();
     Ok(sums.judge(check.tolerance))
+}
+
+/// Final hidden states of one sequence; a stop is heard between layers.
+fn hidden<B: Windowed>(
+    decoder: &Decoder<'_, B>,
+    ids: &[u32],
+    attention: &dyn AttentionProduct<B>,
+    monitor: &dyn Monitor,
+) -> Result<B::Tensor> {
+    let hidden = decoder.hidden_of(&[ids], attention, &Silent(monitor))?;
+    Ok(hidden.into_iter().next().expect("one sequence in, one out"))
 }
 
 /// What is compared, and how strictly.

@@ -43,7 +43,9 @@ impl Bundle {
         let of_keys = keys.layers.values().map(|entry| (entry.head_dim, entry.key_feedback.as_deref()));
         let of_values = values.iter().flat_map(|values| values.layers.values());
         let of_values = of_values.map(|entry| (entry.head_dim, Some(entry.value_feedback.as_slice())));
-        of_keys.chain(of_values).try_for_each(|(d, lower)| lower.map_or(Ok(()), |lower| feedback(d, lower).map(drop)))?;
+        of_keys
+            .chain(of_values)
+            .try_for_each(|(d, lower)| lower.map_or(Ok(()), |lower| feedback(d, lower).map(drop)))?;
         if verify {
             manifest.files.par_iter().try_for_each(|file| check_file(&path, file))?;
         }

@@ -265,7 +265,8 @@ impl Report for DemoReport {
                 text.next(&format!("{} --html report.html", audit_command(&self.convert)));
                 text.next(&again_command(self));
             }
-            false => text.failed(&self.convert.out),
+            false if self.convert.verdict == Verdict::Failed => text.failed(&self.convert.out),
+            false => text.0.push_str("\nFAILED: the bundle did not pass its audit: see part 3\n"),
         }
         text.0
     }
@@ -285,7 +286,7 @@ impl Report for DoctorReport {
         for library in &self.libraries {
             let version = library.version.as_ref().map(|version| format!(" ({version})")).unwrap_or_default();
             let place = library.path.as_ref().or(library.problem.as_ref()).map_or("", String::as_str);
-            text.row(&library.name, &format!("{place}{version}"));
+            let _ = writeln!(text.0, "{:<14} {}", library.name, printable(&format!("{place}{version}")));
         }
         text.row(
             "kernels",
@@ -418,7 +419,8 @@ impl Lines {
     fn failed(&mut self, out: &WrittenDir) {
         let _ = writeln!(
             self.0,
-            "\nFAILED: the bundle does not compute what its source does; kept for a look at {}",
+            "\nFAILED: the bundle does not compute what its source does; kept for a look at {}. Once that is removed, `--resume` with \
+             another --tolerance goes on from the sums",
             out.path
         );
     }

@@ -161,6 +161,11 @@ impl StandIn {
         Ok(Self { shape, checkpoint, spec })
     }
 
+    /// Elements of a token's hidden state.
+    pub fn width(&self) -> usize {
+        self.spec.hidden_size
+    }
+
     fn work(&self, size: &Size) -> Work<'_> {
         Work { checkpoint: None, spec: &self.spec, n_tokens: size.seq_len, hessians: false }
     }

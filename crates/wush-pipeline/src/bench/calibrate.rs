@@ -154,7 +154,12 @@ impl Share {
             let limit = request.max_gpu_memory.map_or(free, |most| most.0.min(free));
             let size = Size { n_sequences, seq_len: request.seq_len, limit };
             let memory = model.memory(&size).map_err(PipelineError::Gpu)?;
-            env.monitor.note(&describe_gpu(info.ordinal, &memory, limit));
+            env.monitor.note(&describe_gpu(
+                info.ordinal,
+                &memory,
+                limit,
+                (n_sequences * request.seq_len, model.width()),
+            ));
             let done = model.calibrate(&device, &size, &memory, || gate.wait())?;
             Ok(Self { layers: memory.placement.into(), planned: memory.total(), done })
         };

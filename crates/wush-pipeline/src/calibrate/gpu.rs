@@ -5,7 +5,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::monitor::Monitor;
 use wush_gpu::backend::Gpu;
-use wush_gpu::forward::Forward;
+use wush_gpu::forward::{Forward, GROUP_TOKENS};
 use wush_gpu::plan::{GpuMemory, Placement, Work};
 use wush_gpu::statistics::RunningSums;
 use wush_gpu::weighted::WeightedSums;
@@ -16,7 +16,7 @@ use wush_stats::{LayerSums, SecondPass, Statistics, StatsInfo};
 use super::{Saver, weigh, with_kept};
 use crate::human::human_bytes;
 use crate::model::Model;
-use crate::plan::{CalibrationPlan, longest};
+use crate::plan::{CalibrationPlan, longest, n_tokens};
 use crate::request::ByteSize;
 use crate::{PipelineError, Result};
 
@@ -69,18 +69,23 @@ pub(crate) fn plan(device: &Device, work: &Work<'_>, most: Option<ByteSize>) -> 
     Ok((memory, limit))
 }
 
-/// A line that states a plan.
-pub(crate) fn describe(ordinal: usize, memory: &GpuMemory, limit: u64) -> String {
+/// A line that states a plan, for sequences of `n_tokens` in all through a model of `width`.
+pub(crate) fn describe(ordinal: usize, memory: &GpuMemory, limit: u64, (n_tokens, width): (usize, usize)) -> String {
+    // What a group's states take while they wait for the next layer.
+    let waiting = (n_tokens.min(GROUP_TOKENS) * width * size_of::<Activations>()) as u64;
     let GpuMemory { placement, weights, activations, statistics, scratch } = *memory;
     let [total, limit, weights, activations, statistics, scratch] =
         [memory.total(), limit, weights, activations, statistics, scratch].map(human_bytes);
-    let layers = match placement {
-        Placement::Resident => "",
-        Placement::Streamed => " of two layers at a time, each read once a group of sequences,",
+    let (layers, host) = match placement {
+        Placement::Resident => ("", String::new()),
+        Placement::Streamed => (
+            " of two layers at a time, each read once a group of sequences,",
+            format!("; up to {} of host memory for hidden states", human_bytes(waiting)),
+        ),
     };
     format!(
         "GPU        cuda:{ordinal}: about {total} of {limit} (weights{layers} {weights}, activations {activations}, statistics \
-         {statistics}, scratch {scratch})"
+         {statistics}, scratch {scratch}){host}"
     )
 }
 
@@ -136,7 +141,8 @@ impl<'a> Card<'a> {
             hessians: plan.info.attention_hessians,
         };
         let (planned, limit) = self::plan(&device, &work, plan.max_gpu_memory)?;
-        monitor.note(&describe(info.ordinal, &planned, limit));
+        let size = (n_tokens(sequences) as usize, model.spec.hidden_size);
+        monitor.note(&describe(info.ordinal, &planned, limit, size));
         let forward = Forward::new(Gpu::new(device), Gpu::new, (&work, &planned), limit).map_err(PipelineError::Gpu)?;
         Ok(Self { info, model, planned, forward })
     }

@@ -27,7 +27,7 @@ pub enum BenchCommand {
 /// `wush bench kernels`.
 #[derive(Debug, Args)]
 pub struct BenchKernelsArgs {
-    /// auto, cuda or cuda:N
+    /// auto, cuda or cuda:N; for a calibration also cuda:all
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     /// Whose layers
