@@ -36,8 +36,8 @@ impl Device {
     pub(crate) fn pick(choice: &DeviceChoice, runs: Runs) -> Result<Self> {
         match (choice, runs) {
             (DeviceChoice::Cpu, _) | (DeviceChoice::Auto, Runs::OnCpu) => Ok(Self::Cpu { because: None }),
-            (DeviceChoice::Auto, Runs::OnGpu) => Ok(match survey::usable() {
-                Ok(devices) => Self::Cuda(devices.into_iter().take(1).collect()),
+            (DeviceChoice::Auto, Runs::OnGpu) => Ok(match survey::usable().and_then(first_that_opens) {
+                Ok(device) => Self::Cuda(vec![device]),
                 Err(why) => Self::Cpu { because: Some(why.brief()) },
             }),
             (_, Runs::OnCpu) => Err(PipelineError::Option {
@@ -105,6 +105,18 @@ impl Device {
 
 fn usable() -> Result<Vec<DeviceInfo>> {
     survey::usable().map_err(PipelineError::Gpu)
+}
+
+/// The first device that has room for a context: other programs may have all memory of one.
+fn first_that_opens(devices: Vec<DeviceInfo>) -> Result<DeviceInfo, GpuError> {
+    let mut refused = None;
+    for device in devices {
+        match survey::free_memory(device.ordinal) {
+            Ok(_) => return Ok(device),
+            Err(why) => drop(refused.get_or_insert(why)),
+        }
+    }
+    Err(refused.unwrap_or(GpuError::NoDevice))
 }
 
 fn one(ordinal: usize) -> Result<Device> {
