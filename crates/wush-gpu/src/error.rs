@@ -20,6 +20,14 @@ pub enum GpuError {
         /// Where it was looked for.
         looked: String,
     },
+    /// A folder that the user names for libraries is none.
+    #[error("{variable} names {folder}, which is no folder")]
+    Folder {
+        /// The environment's variable.
+        variable: &'static str,
+        /// As it stands there.
+        folder: String,
+    },
     /// The driver answers, but no device is there.
     #[error("the NVIDIA driver is there, but it shows no device")]
     NoDevice,
@@ -194,6 +202,9 @@ impl GpuError {
             Self::Library { .. } => {
                 "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc nvidia-cublas`, and name its folder in \
                  WUSH_CUDA_LIBRARIES if it is not found; `wush doctor` shows what is"
+            }
+            Self::Folder { .. } => {
+                "name folders that hold CUDA's libraries, or unset it; `wush doctor` shows what is found"
             }
             Self::NoDevice => "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu",
             Self::NoSuchDevice { .. } => "`wush doctor` lists the devices",

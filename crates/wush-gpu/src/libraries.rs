@@ -66,6 +66,7 @@ impl Library {
 
     fn find(&self) -> Result<PathBuf> {
         let named = named_folders();
+        check_folders(&named)?;
         let mut looked = named.clone();
         // What the user names comes before what the system has.
         if !named.iter().any(|folder| self.open_in(folder)) && !self.is_present() {
@@ -126,6 +127,16 @@ fn mapped(prefix: &str) -> Option<PathBuf> {
 /// The folders of [`FOLDERS_VARIABLE`].
 fn named_folders() -> Vec<PathBuf> {
     env::var_os(FOLDERS_VARIABLE).map(|value| env::split_paths(&value).collect()).unwrap_or_default()
+}
+
+/// # Errors
+/// `Folder` for the first that is none.
+fn check_folders(named: &[PathBuf]) -> Result<()> {
+    // An empty part of a list of paths names nothing.
+    match named.iter().find(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+        Some(folder) => Err(GpuError::Folder { variable: FOLDERS_VARIABLE, folder: folder.display().to_string() }),
+        None => Ok(()),
+    }
 }
 
 /// Folders that are there and may hold CUDA's libraries though the system's loader does not know them.
@@ -191,6 +202,18 @@ mod tests {
         assert_eq!(newest(dir.path(), "libnvrtc"), Some(dir.path().join("libnvrtc.so.13")));
         assert_eq!(newest(dir.path(), "libnvrtc-builtins"), Some(dir.path().join("libnvrtc-builtins.so.13.0")));
         assert_eq!(newest(dir.path(), "libcuda"), None);
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_an_error() {
+        let here = tempfile::tempdir().expect("a temporary directory");
+        let [there, missing] = [here.path().to_owned(), here.path().join("missing")];
+        check_folders(&[there.clone(), PathBuf::new()]).expect("a folder, and nothing");
+        let error = check_folders(&[there, missing]).expect_err("not there").to_string();
+        assert!(
+            error.starts_with("WUSH_CUDA_LIBRARIES names ") && error.ends_with("missing, which is no folder"),
+            "{error}"
+        );
     }
 
     #[test]
