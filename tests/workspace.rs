@@ -21,6 +21,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("wush-gpu", &["wush-format", "wush-checkpoint", "wush-model", "wush-stats"]),
     ("wush-fold", &["wush-format", "wush-checkpoint", "wush-model"]),
     ("wush-inspect", &["wush-format", "wush-checkpoint", "wush-model", "wush-stats", "wush-transform", "wush-fold"]),
+    ("wush-export", &["wush-format"]),
     (
         "wush-pipeline",
         &[
@@ -33,6 +34,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wush-transform",
             "wush-fold",
             "wush-inspect",
+            "wush-export",
             "wush-quant",
             "wush-eval",
             "wush-generate",
@@ -50,6 +52,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 /// Direct dependencies that a crate must never have, with the reason.
 const FORBIDDEN: &[(&str, &str, &str)] = &[
     ("wush-format", "faer", "the runtime stands on the formats and keeps a small tree"),
+    ("wush-format", "zip", "the runtime stands on the formats and keeps a small tree"),
     ("wush-format", "rayon", "the runtime stands on the formats and keeps a small tree"),
     ("wush-format", "tokenizers", "the runtime stands on the formats and keeps a small tree"),
     ("wush-quant", "safetensors", "the quantizers know no files"),
@@ -64,6 +67,7 @@ const FORBIDDEN: &[(&str, &str, &str)] = &[
     ("wush-transform", "safetensors", "the solver knows no files"),
     ("wush-transform", "rayon", "whoever calls the solver decides about threads"),
     ("wush-model", "safetensors", "the forward pass reads through the checkpoint"),
+    ("wush-export", "candle-core", "pickles are written, and read by nobody but the tests"),
     ("wush-pipeline", "clap", "only the binary knows the command line"),
     ("wush-pipeline", "indicatif", "only the binary draws"),
     ("wush", "safetensors", "the binary knows no tensors"),

@@ -15,6 +15,7 @@ const COMMANDS: &[&str] = &[
     "solve",
     "fold",
     "unfold",
+    "export",
     "inspect",
     "eval",
     "generate",

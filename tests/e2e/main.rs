@@ -8,6 +8,7 @@ mod cli;
 mod common;
 mod errors;
 mod eval;
+mod export;
 mod generate;
 mod http;
 mod interrupt;

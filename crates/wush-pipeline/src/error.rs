@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use wush_checkpoint::CheckpointError;
 use wush_data::{DataError, TextOptions};
 use wush_eval::EvalError;
+use wush_export::ExportError;
 use wush_fold::FoldError;
 use wush_format::FormatError;
 use wush_format::hash::Sha;
@@ -78,6 +79,9 @@ pub enum PipelineError {
     /// The audit.
     #[error(transparent)]
     Inspect(#[from] InspectError),
+    /// A format of another server.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// An evaluation.
     #[error(transparent)]
     Eval(#[from] EvalError),
@@ -374,6 +378,7 @@ impl PipelineError {
             Self::Stats(e) => e.hint(),
             Self::Fold(e) => e.hint(),
             Self::Inspect(e) => e.hint(),
+            Self::Export(e) => e.hint(),
             Self::Eval(e) => e.hint(),
             Self::Generate(e) => e.hint(),
             Self::Serve(e) => e.hint(),
@@ -460,6 +465,7 @@ impl PipelineError {
             Self::Format(error) => Self::Format(moved(error)),
             Self::Checkpoint(CheckpointError::Format(error)) => Self::Checkpoint(CheckpointError::Format(moved(error))),
             Self::Fold(FoldError::Format(error)) => Self::Fold(FoldError::Format(moved(error))),
+            Self::Export(ExportError::Format(error)) => Self::Export(ExportError::Format(moved(error))),
             Self::Stats(StatsError::Format(error)) => Self::Stats(StatsError::Format(moved(error))),
             Self::Stage { stage, source } => Self::Stage { stage, source: inner(source) },
             Self::Resumable { source, kept } => Self::Resumable { source: inner(source), kept },

@@ -94,6 +94,11 @@ pub(crate) fn failed_source() -> String {
     "the bundle's equivalence check had failed: compare this checkpoint with the original before it is used".to_owned()
 }
 
+/// Of files that are exported from a bundle which had failed its check.
+pub(crate) fn failed_bundle() -> String {
+    "the bundle's equivalence check had failed: compare it with the original before it is served".to_owned()
+}
+
 /// Folded numbers that their type cannot hold well: below its smallest normal number it has fewer digits, and in the end none.
 fn lossy_fold(fold: &FoldReport, stored: Dtype) -> Option<String> {
     let expected = unit_roundoff(stored);
@@ -194,7 +199,7 @@ fn other_scaling(model: &Model, calibration: &Calibration) -> Option<String> {
 }
 
 /// The statistics were made under a RoPE scaling that `config.json` does not state.
-fn rope_scaling(config: &Value, scaling: &str) -> Option<String> {
+pub(crate) fn rope_scaling(config: &Value, scaling: &str) -> Option<String> {
     let (kind, factor) = scaling.split_once(':')?;
     let factor: f64 = factor.parse().ok()?;
     let original = "original_max_position_embeddings";

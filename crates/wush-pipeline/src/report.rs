@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize, Serializer};
 use wush_eval::Protocol;
 use wush_format::hash::Sha;
-use wush_format::manifest::{Calibration, Equivalence, FoldReport, HeadReport, LayerReport, Solve};
+use wush_format::manifest::{Calibration, Equivalence, FileEntry, FoldReport, HeadReport, LayerReport, Solve};
 use wush_quant::LayerBits;
 
 use crate::Result;
@@ -249,6 +249,66 @@ pub struct UnfoldReport {
     pub out: WrittenDir,
     /// Wall time.
     pub seconds: f64,
+}
+
+/// `wush export --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportReport {
+    /// What was exported: also `export.json` beside the files.
+    pub export: ExportRecord,
+    /// What to know before the files are used: layers without rotations, a RoPE scaling that the server must be told.
+    pub notes: Vec<String>,
+    /// The directory.
+    pub out: WrittenDir,
+}
+
+/// What an export is, and what it is for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportRecord {
+    /// The tool and its version.
+    pub tool: String,
+    /// Name of the server's format.
+    pub format: String,
+    /// Its version, as the files state it.
+    pub format_version: u32,
+    /// The model that the server must load.
+    pub serves: Serves,
+    /// Hash over that model's weights.
+    pub model_hash: Sha,
+    /// The transform and its constants.
+    pub solve: Solve,
+    /// One entry a layer, in layer order.
+    pub layers: Vec<ExportedLayer>,
+    /// The files, sorted by path.
+    pub files: Vec<FileEntry>,
+}
+
+/// The model that exported files are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Serves {
+    /// The bundle: its weights hold the value transform, and the values' rotation is the identity.
+    Bundle,
+    /// The checkpoint that the transforms were solved for: the server rotates values, too.
+    Source,
+}
+
+/// One layer of an export.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportedLayer {
+    /// Global layer id.
+    pub layer: usize,
+    /// KV heads.
+    pub n_kv_heads: usize,
+    /// Head dimension of keys.
+    pub head_dim: usize,
+    /// Largest |R Rᵀ − I| of the keys' rotations.
+    pub key_error: f64,
+    /// The same of the values'.
+    pub value_error: f64,
 }
 
 /// `wush demo --format json`.

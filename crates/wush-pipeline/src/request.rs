@@ -425,6 +425,17 @@ pub struct UnfoldRequest {
     pub out: PathBuf,
 }
 
+/// `wush export`.
+#[derive(Debug, Clone)]
+pub struct ExportRequest {
+    /// A bundle, or a transforms file.
+    pub path: PathBuf,
+    /// `--to`: a name of `wush_export::FORMATS`.
+    pub format: String,
+    /// `--out`, a directory.
+    pub out: PathBuf,
+}
+
 /// `wush inspect`.
 #[derive(Debug, Clone)]
 pub struct InspectRequest {

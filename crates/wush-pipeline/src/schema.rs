@@ -6,8 +6,8 @@ use wush_format::manifest::Manifest;
 use crate::bench::{BenchCalibrateReport, BenchKernelsReport};
 use crate::doctor::DoctorReport;
 use crate::report::{
-    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, GenerateReport, MergeReport,
-    ServeReport, SolveReport, UnfoldReport,
+    CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, ExportReport, GenerateReport,
+    MergeReport, ServeReport, SolveReport, UnfoldReport,
 };
 
 /// One schema: `schemas/{name}.json`.
@@ -28,6 +28,7 @@ pub const SCHEMAS: &[NamedSchema] = &[
     NamedSchema { name: "doctor", make: make::<DoctorReport> },
     NamedSchema { name: "eval-ppl", make: make::<EvalPplReport> },
     NamedSchema { name: "eval-recon", make: make::<EvalReconReport> },
+    NamedSchema { name: "export", make: make::<ExportReport> },
     NamedSchema { name: "fold", make: make::<ConvertReport> },
     NamedSchema { name: "generate", make: make::<GenerateReport> },
     NamedSchema { name: "inspect", make: make::<wush_inspect::Report> },

@@ -10,13 +10,13 @@ mod serve;
 
 use std::path::PathBuf;
 
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use wush_pipeline::plan;
 use wush_pipeline::request::{
-    ByteSize, CalibSource, CalibrateRequest, CalibrationRequest, CenterKeys, ConvertRequest, DeviceChoice, FoldDtype,
-    FoldRequest, Gather, HessianChoice, InspectRequest, MergeRequest, ModelRequest, Preset, RopeScaling,
-    SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
+    ByteSize, CalibSource, CalibrateRequest, CalibrationRequest, CenterKeys, ConvertRequest, DeviceChoice,
+    ExportRequest, FoldDtype, FoldRequest, Gather, HessianChoice, InspectRequest, MergeRequest, ModelRequest, Preset,
+    RopeScaling, SecondPassChoice, Shard, SolveRequest, SolveSettings, UnfoldRequest, VerifySettings,
 };
 
 pub use bench::{BenchArgs, BenchCommand};
@@ -81,6 +81,8 @@ pub enum Command {
     Fold(FoldArgs),
     /// Bundle to a checkpoint in the original coordinates, up to rounding
     Unfold(UnfoldArgs),
+    /// Orthogonal transforms to the rotations of OSCAR's servers
+    Export(ExportArgs),
     /// Say what a bundle, transforms or statistics file is, and whether it can be trusted
     Inspect(InspectArgs),
     /// Measure what a quantized cache costs
@@ -220,6 +222,10 @@ fn seed(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("expected a whole number from 0 to {}", u64::MAX))
 }
 
+fn export_formats() -> PossibleValuesParser {
+    PossibleValuesParser::new(wush_pipeline::export_formats().map(|(name, doc)| PossibleValue::new(name).help(doc)))
+}
+
 /// `--fold-dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum FoldDtypeArg {
@@ -338,6 +344,22 @@ pub struct UnfoldArgs {
     #[arg(value_name = "BUNDLE")]
     bundle: PathBuf,
     /// Directory of the checkpoint; must not exist
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+/// `wush export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// A bundle's directory, to serve the bundle, whose weights hold the value transform already; or a transforms file, to serve
+    /// the checkpoint that they were solved for
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// The format
+    #[arg(long, value_name = "FORMAT", default_value = wush_pipeline::DEFAULT_EXPORT_FORMAT)]
+    #[arg(value_parser = export_formats())]
+    to: String,
+    /// Directory of the files; must not exist
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 }
@@ -486,6 +508,13 @@ impl UnfoldArgs {
     /// The request that was typed.
     pub fn request(self) -> UnfoldRequest {
         UnfoldRequest { bundle: self.bundle, out: self.out }
+    }
+}
+
+impl ExportArgs {
+    /// The request that was typed.
+    pub fn request(self) -> ExportRequest {
+        ExportRequest { path: self.path, format: self.to, out: self.out }
     }
 }
 

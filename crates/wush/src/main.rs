@@ -55,6 +55,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Solve(args) => emit(&wush_pipeline::solve(&args.request(), &env)?, format),
         Command::Fold(args) => emit(&wush_pipeline::fold(&args.request(), &env)?, format),
         Command::Unfold(args) => emit(&wush_pipeline::unfold(&args.request(), &env)?, format),
+        Command::Export(args) => emit(&wush_pipeline::export(&args.request(), &env)?, format),
         Command::Inspect(args) => {
             let request = args.request();
             let report = wush_pipeline::inspect(&request, &env)?;

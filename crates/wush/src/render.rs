@@ -7,9 +7,9 @@ use serde::Serialize;
 use wush_pipeline::card::geometric_mean;
 use wush_pipeline::manifest::{Calibration, HeadReport, LayerReport, Solve};
 use wush_pipeline::report::{
-    AllottedBits, CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, Gain,
-    GenerateReport, Layers, MergeReport, PerplexityRow, Rate, ReconRow, ServeReport, SolveReport, UnfoldReport,
-    Verdict, WrittenDir, WrittenFile,
+    AllottedBits, CacheUse, CalibrateReport, ConvertReport, DemoReport, EvalPplReport, EvalReconReport, ExportReport,
+    ExportedLayer, Gain, GenerateReport, Layers, MergeReport, PerplexityRow, Rate, ReconRow, ServeReport, Serves,
+    SolveReport, UnfoldReport, Verdict, WrittenDir, WrittenFile,
 };
 use wush_pipeline::request::Protocol;
 use wush_pipeline::{
@@ -110,6 +110,38 @@ impl Report for UnfoldReport {
         text.dir(&self.out);
         text.notes(&self.notes);
         text.next(&format!("wush inspect {} --base MODEL", shell_word(&self.out.path)));
+        text.0
+    }
+}
+
+impl Report for ExportReport {
+    fn text(&self) -> String {
+        let export = &self.export;
+        let mut text = Lines::default();
+        text.solve(&export.solve);
+        text.row("format", &format!("{}, format_version {}", export.format, export.format_version));
+        text.row("layers", &heads_of(&export.layers));
+        let error = |of: fn(&ExportedLayer) -> f64| export.layers.iter().map(of).fold(0.0, f64::max);
+        let rotated = |error: f64| format!("rotated, R Rᵀ = I within {error:.1e}");
+        text.row("keys", &rotated(error(|layer| layer.key_error)));
+        let (values, model, path) = match export.serves {
+            Serves::Bundle => {
+                ("left as they are: the bundle's weights hold their transform".to_owned(), "the bundle", "BUNDLE")
+            }
+            Serves::Source => {
+                let model = "the checkpoint that the transforms were solved for";
+                (rotated(error(|layer| layer.value_error)), model, "MODEL")
+            }
+        };
+        text.row("values", &values);
+        text.row("serves", &format!("{model}, weights {}", export.model_hash));
+        text.dir(&self.out);
+        text.notes(&self.notes);
+        let [key, value] = [0, 1].map(|i| shell_word(&format!("{}/{}", self.out.path, export.files[i].path)));
+        text.next(&format!(
+            "SGLANG_OSCAR_K_ROTATION_PATH={key} SGLANG_OSCAR_V_ROTATION_PATH={value} python -m sglang.launch_server \
+             --model-path {path} --kv-cache-dtype int2 (docs/serving.md has OSCAR's other variables)"
+        ));
         text.0
     }
 }
@@ -536,6 +568,16 @@ impl Lines {
             describe_gain()
         );
     }
+}
+
+/// "6, of 2 KV heads of 64 each", or the first and the last where they differ.
+fn heads_of(layers: &[ExportedLayer]) -> String {
+    let heads =
+        |layer: &ExportedLayer| format!("{} of {}", counted(layer.n_kv_heads as u64, "KV head"), layer.head_dim);
+    let kinds: Vec<String> = layers.iter().map(heads).collect();
+    let first = kinds.first().map_or("", String::as_str);
+    let more = if kinds.iter().all(|kind| kind == first) { "" } else { ", others differ" };
+    format!("{}, {first}{more}", layers.len())
 }
 
 /// What the verdict covers.
