@@ -18,8 +18,6 @@ failed. Installs SGLang without its kernels for GPUs, see environment.py.
 """
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,12 +25,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from environment import enter
+from served import damaged
 
 # SGLang, alone: it requires kernels for GPUs. What follows is what its scheduler imports on a CPU.
 SGLANG = "sglang==0.5.23"
 IMPORTS = (
     "torch torchvision transformers>=5.19 aiohttp apache-tvm-ffi compressed-tensors dill einops fastapi gguf IPython msgspec openai orjson "
-    "partial-json-parser pybase64 pyzmq requests sentencepiece setproctitle uvicorn uvloop"
+    "partial-json-parser pybase64 pyzmq requests sentencepiece setproctitle uvicorn uvloop xgrammar"
 ).split()
 
 WINDOW = 31
@@ -179,16 +178,6 @@ def refused(what, error, words):
     return False
 
 
-def damaged(bundle, folder):
-    copy = Path(shutil.copytree(bundle, folder / bundle.name, copy_function=os.link))
-    path = copy / "wush/key_transforms.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 0x10
-    path.unlink()
-    path.write_bytes(data)
-    return copy
-
-
 UNKNOWN = """
 import sglang.srt.models.utils as utils
 from sglang.srt.plugins import load_plugins
@@ -256,7 +245,7 @@ def checks_of_refusals(bundle, recorded):
     from wush_kv import sglang as plugin
 
     with tempfile.TemporaryDirectory(dir=bundle.resolve().parent) as scratch:
-        spoilt = refused(lambda: Server(damaged(bundle, Path(scratch)), recorded), WushError, "key_transforms.safetensors")
+        spoilt = refused(lambda: Server(damaged(bundle, scratch), recorded), WushError, "key_transforms.safetensors")
     layer, x = Server(bundle, recorded).layers[0], recorded[0][0]
     return {
         "three hooks are applied": {plugin.ATTENTION, plugin.LOADING, plugin.FUSED_STORE} <= HookRegistry._patched,
