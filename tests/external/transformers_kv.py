@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The adapter for transformers on real models: what it measures is what `wush eval ppl` measures.
 
-    python3 transformers_kv.py WUSH TEXT MODEL ... [--calib TEXT] [--windows N] [--bits 2,4] [--keep DIR]
+    python3 transformers_kv.py WUSH TEXT MODEL ... [--calib TEXT] [--windows N] [--bits 2,4] [--device cuda] [--keep DIR]
 
-Converts each checkpoint directory MODEL (or takes it, if it is a bundle), then checks in float32 on the CPU that
+Converts each checkpoint directory MODEL (or takes it, if it is a bundle), then checks in float32, on the CPU or on a GPU, that
 
 - the perplexity of TEXT through the packed cache, in chunks of 16 over windows of 2048 tokens, is that of `wush eval ppl` within 0.5 %,
-- what `generate` gives at 16 bits, greedy, is token for token what the base gives (where the base is at hand).
+- what `generate` gives at 16 bits, greedy, is token for token what the base gives (where the base is at hand),
+- on a GPU, every chunk that met quantized tokens went through the decode kernel.
 
 Prints one JSON line a check; exits 1 if one fails. Installs torch and transformers, see environment.py.
 """
@@ -34,6 +35,7 @@ def parse():
     parser.add_argument("--calib", type=Path, help="text to calibrate on: by default TEXT, which makes its perplexities optimistic")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--bits", default="2")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; `wush eval ppl` runs on the CPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="a folder to keep the bundles in")
     args = parser.parse_args()
@@ -57,11 +59,22 @@ def expected_rows(args, bundle):
     return {int(row["bits"]): row["ppl"] for row in json.loads(done.stdout)["rows"]}
 
 
-def load(bundle, bits):
+def load(bundle, bits, device):
     import torch
     import wush_kv.transformers as adapter
 
-    return adapter.load(bundle, bits, windows=adapter.STUDY, dtype=torch.float32)
+    return adapter.load(bundle, bits, windows=adapter.STUDY, dtype=torch.float32).to(device)
+
+
+def count_kernel_calls(device):
+    """A list that grows by one at every call of the decode kernel, in a layer."""
+    calls = []
+    if device != "cpu":
+        from wush_kv.transformers.kernels import attend
+
+        real = attend.attend_packed
+        attend.attend_packed = lambda *args: calls.append(1) or real(*args)
+    return calls
 
 
 def token_ids(bundle, text):
@@ -88,7 +101,9 @@ def perplexity(model, windows):
     nll, n_tokens = 0.0, 0
     for ids in windows:
         last = None
-        for part, logits in zip(ids.split(CHUNK), model.wush.logits(ids[None], CHUNK), strict=True):
+        chunks = model.wush.logits(ids[None].to(model.device), CHUNK)
+        for part, logits in zip(ids.split(CHUNK), chunks, strict=True):
+            logits = logits.cpu()
             scored = logits[0] if last is None else torch.cat([last, logits[0]])
             targets = part[1:] if last is None else part
             nll += torch.nn.functional.cross_entropy(scored[: len(targets)].float(), targets, reduction="sum").item()
@@ -100,25 +115,30 @@ def perplexity(model, windows):
 def check_perplexity(args, bundle):
     windows = windows_of(bundle, args.text.read_text(), args.windows)
     ok = True
+    calls = count_kernel_calls(args.device)
     for bits, expected in expected_rows(args, bundle).items():
-        model = load(bundle, bits)
+        model = load(bundle, bits, args.device)
+        calls.clear()
         found = perplexity(model, windows)
         counters = model.wush.counters
+        through_kernel = len(calls) * CHUNK / counters.queries
         passed = abs(found / expected - 1) <= LIMIT and (counters.met_quantized > 0) == (bits < 16)
+        passed &= args.device == "cpu" or through_kernel == counters.met_quantized / counters.queries
         ok &= passed
         report = {"bundle": bundle.name, "bits": bits, "ppl": found, "wush_eval_ppl": expected, "off": found / expected - 1}
-        print(json.dumps(report | {"met_quantized": counters.met_quantized / counters.queries, "ok": passed}), flush=True)
+        report |= {"device": args.device, "met_quantized": counters.met_quantized / counters.queries, "through_kernel": through_kernel}
+        print(json.dumps(report | {"ok": passed}), flush=True)
     return ok
 
 
-def check_generate(bundle, base, text):
+def check_generate(bundle, base, text, device):
     import torch
     from transformers import AutoModelForCausalLM
 
-    ids = token_ids(bundle, text)[None, :PROMPT_TOKENS]
+    ids = token_ids(bundle, text)[None, :PROMPT_TOKENS].to(device)
     kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).generate(ids, **kwargs)
-    found = load(bundle, 16).generate(ids, **kwargs)
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device).generate(ids, **kwargs)
+    found = load(bundle, 16, device).generate(ids, **kwargs)
     passed = found.tolist() == expected.tolist()
     print(json.dumps({"bundle": bundle.name, "generate": "16 bits", "tokens": found.shape[1] - PROMPT_TOKENS, "ok": passed}), flush=True)
     return passed
@@ -134,7 +154,7 @@ def main():
             bundle = convert(args, model, args.keep or Path(scratch))
             ok &= check_perplexity(args, bundle)
             if bundle != model:
-                ok &= check_generate(bundle, model, args.text.read_text())
+                ok &= check_generate(bundle, model, args.text.read_text(), args.device)
     return 0 if ok else 1
 
 

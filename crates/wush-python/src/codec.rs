@@ -4,7 +4,7 @@
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use rayon::prelude::*;
-use wush_quant::{Bits, Feedback, Method, QuantError, Role};
+use wush_quant::{Bits, Feedback, Kind, Method, QuantError, Role};
 
 use crate::buffer::{Numbers, check_axis, view};
 use crate::error::{BindingError, Result};
@@ -91,6 +91,15 @@ impl Codec {
     #[getter]
     fn bits(&self) -> u8 {
         self.codec.quantizer().bits().get()
+    }
+
+    /// α of QuEST's grid (Eq. 5); none for another rule.
+    #[getter]
+    fn alpha(&self) -> Option<f64> {
+        match self.codec.quantizer().kind() {
+            Kind::Quest { alpha } => Some(alpha),
+            Kind::Oscar { .. } => None,
+        }
     }
 
     /// Bytes of a packed token-head.

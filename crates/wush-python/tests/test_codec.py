@@ -70,6 +70,13 @@ def test_feedback_lowers_the_error_that_counts(bits):
     np.testing.assert_array_equal(error(feedback=same), error())
 
 
+def test_alpha_is_that_of_the_grid():
+    assert Codec(64, 2, method="quest:1.7").alpha == 1.7
+    # 2 bits, keys: α_2 of Eq. 5, a quarter wider.
+    assert Codec(64, 2, method="quest-wide").alpha == 1.25 * 1.4935300289152595
+    assert Codec(64, 2, method="oscar").alpha is None
+
+
 def test_heads_take_their_own_feedback_and_batches_change_nothing(bundle):
     found = Bundle.open(bundle, verify=False)
     heads, d = found.shape(0)

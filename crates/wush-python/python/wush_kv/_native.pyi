@@ -75,6 +75,10 @@ class Codec:
     @property
     def bits(self) -> int: ...
     @property
+    def alpha(self) -> float | None:
+        """End of QuEST's grid in units of the RMS (Eq. 5); None for another rule."""
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of a packed token-head."""
 

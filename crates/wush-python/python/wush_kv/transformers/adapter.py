@@ -27,12 +27,18 @@ class Adapter:
     """What a loaded model has as `model.wush`: its bundle, its caches' settings, counters."""
 
     def __init__(
-        self, model: PreTrainedModel, bundle: Bundle, kv_bits: int, windows: Windows, method: str | None = None
+        self,
+        model: PreTrainedModel,
+        bundle: Bundle,
+        kv_bits: int,
+        windows: Windows,
+        method: str | None = None,
+        kernels: bool | None = None,
     ) -> None:
         """Plan every layer, after the bundle's layers were held against the model's configuration."""
         self.model, self.bundle, self.kv_bits, self.windows = model, bundle, kv_bits, windows
         self.counters = Counters()
-        self.plans = [LayerPlan(bundle, layer, kv_bits, method, windows) for layer in bundle.layers]
+        self.plans = [LayerPlan(bundle, layer, kv_bits, method, windows, kernels) for layer in bundle.layers]
         self.calibration: dict[str, Any] = json.loads(bundle.manifest_json)["calibration"] or {}
         self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._check_config()
@@ -139,14 +145,16 @@ def load(
     *,
     windows: Windows = SERVING,
     quantizer: str | None = None,
+    kernels: bool | None = None,
     verify: bool = True,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Return the bundle's model; its `generate` uses a cache packed at `kv_bits` bits, and `model.wush` is its `Adapter`.
 
     `kv_bits`: 2, 3, 4, 8, or 16 for none quantized (transforms are applied all the same, and cancel). `windows`: which tokens
-    stay in full precision. `quantizer`: as `wush eval ppl` names it; the bundle's own by default. `verify`: check the SHA-256 of every
-    file. Other arguments go to `from_pretrained` (`device_map`, `dtype`, …).
+    stay in full precision. `quantizer`: as `wush eval ppl` names it; the bundle's own by default. `kernels`: decode and pack with
+    Triton kernels; by default on CUDA, with a warning where triton is not installed; True refuses to go without, False goes without.
+    `verify`: check the SHA-256 of every file. Other arguments go to `from_pretrained` (`device_map`, `dtype`, …).
 
     Raises `WushError` for a bundle whose parts do not belong together, weights that do not fit it, a model whose attention does not
     go through this package, or is changed by the transforms.
@@ -161,7 +169,7 @@ def load(
     if problems:
         raise WushError(f"{bundle}: the weights do not fit the model: {problems}")
     model.eval()
-    model.wush = Adapter(model, found, kv_bits, windows, quantizer)
+    model.wush = Adapter(model, found, kv_bits, windows, quantizer, kernels)
     model.wush.check_live()
     _give_cache(model)
     return model

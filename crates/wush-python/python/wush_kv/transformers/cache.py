@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from wush_kv import WushError
+from wush_kv.transformers import kernels
 from wush_kv.transformers.attention import MARK, attend
 from wush_kv.transformers.packer import Packer
 from wush_kv.transformers.plan import Counters, LayerPlan
@@ -105,6 +106,7 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0
         self.pads: list[int] = []
         self.n_packed: list[int] = []
+        self._rows_of: tuple[list[int], list[int]] | None = None
         self.n_freed = 0
         self.is_initialized = False
 
@@ -145,13 +147,38 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
             # Nothing before this chunk: transforms would cancel.
             out = attend(query, key, value, mask, scaling, softcap)
         else:
-            n_used = max(self.n_packed) - self.n_freed
-            keys, values = (side.read(n_used) for side in self.sides)
-            out = attend(matrices.queries(query), keys, values, self._fit(mask, n_queries, n_used), scaling, softcap)
+            out = self._attend_cached(matrices.queries(query), mask, scaling, softcap)
         self.counters.queries += n_queries * len(self.n_packed)
         self.counters.met_quantized += n_queries * sum(n > self.n_freed for n in self.n_packed)
         self._flush()
         return out
+
+    def _attend_cached(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        """Attend to all that is cached, by the kernel where it can."""
+        n_used, n_queries = max(self.n_packed) - self.n_freed, query.shape[2]
+        if n_used > 0 and kernels.use(query.device, self.plan.use_kernels):
+            from wush_kv.transformers.kernels import attend as kernel
+
+            if kernel.fits(query.shape[1], self.plan.n_kv_heads, n_queries, query.dtype):
+                keys, values = (kernel.Stored(side.sink, side.packed, side.recent) for side in self.sides)  # type: ignore[arg-type]
+                places = kernel.Places(
+                    rows=self._rows(query.device),
+                    sink=self.plan.windows.sink,
+                    n_freed=self.n_freed,
+                    n_used=n_used,
+                    recent_begin=self._recent_begin(),
+                    first_query=self.seen - n_queries,
+                )
+                return kernel.attend_packed(query, keys, values, self.plan.bits, places, mask, scaling, softcap)
+        key, value = (side.read(n_used) for side in self.sides)
+        return attend(query, key, value, self._fit(mask, n_queries, n_used), scaling, softcap)
+
+    def _rows(self, device: torch.device) -> Tensor:
+        """Padding and packed tokens of every row, int32 `[2, batch]` on a device, copied there when they changed."""
+        if self._rows_of != (self.pads, self.n_packed):
+            self._rows_of = (list(self.pads), list(self.n_packed))
+            self._rows_there = torch.tensor(self._rows_of, dtype=torch.int32, device=device)
+        return self._rows_there
 
     def _count_padding(self, mask: Tensor, n_queries: int) -> None:
         """Padding is on the left: a token that does not see itself, with none before it that does. Asked until every row has begun."""

@@ -1,6 +1,7 @@
 """What the cache of one model is made of: windows, every layer's matrices and quantizers. Knows nothing of sequences."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from wush_kv import Bundle, WushError
 from wush_kv.transformers.packer import Packer
 
 UNQUANTIZED = 16
+Role = Literal["key", "value"]
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,24 @@ class Matrices:
 class LayerPlan:
     """One attention layer: its transforms and quantizers, and what all sequences share of it."""
 
-    def __init__(self, bundle: Bundle, layer: int, bits: int, method: str | None, windows: Windows) -> None:
-        """Read a layer of the bundle; at 16 bits nothing is quantized."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        layer: int,
+        bits: int,
+        method: str | None,
+        windows: Windows,
+        use_kernels: bool | None = None,
+    ) -> None:
+        """Read a layer of the bundle; at 16 bits nothing is quantized. `use_kernels`: see `kernels.use`."""
         self.layer = layer
         self.n_kv_heads, self.head_dim = bundle.shape(layer)
         self.windows = windows
         self.sliding_window: int | None = None
-        packers = (
-            [Packer(bundle.codec(layer, role, bits, method=method)) for role in ("key", "value")]
-            if bits != UNQUANTIZED
-            else []
-        )
-        self.packers = tuple(packers) or (None, None)
+        self.bits, self.use_kernels = bits, use_kernels
+        self.packers: tuple[Packer | None, ...] = (None, None)
+        if bits != UNQUANTIZED:
+            self.packers = tuple(_packer(bundle, layer, role, bits, method, use_kernels) for role in ("key", "value"))
         self._host = {name: _tensor(bundle.matrix(layer, name)) for name in ("key", "query", "key_mean")}
         self._on_device: dict[torch.device, Matrices] = {}
 
@@ -105,6 +113,11 @@ class LayerPlan:
                 raise WushError(
                     f"layer {self.layer}, {what}: the bundle has (KV heads, d) = {expected}, the model {found}"
                 )
+
+
+def _packer(bundle: Bundle, layer: int, role: Role, bits: int, method: str | None, use_kernels: bool | None) -> Packer:
+    codec = bundle.codec(layer, role, bits, method=method)
+    return Packer(codec, _tensor(bundle.matrix(layer, f"{role}_feedback")), use_kernels)
 
 
 def _tensor(matrix: memoryview | None) -> Tensor | None:
