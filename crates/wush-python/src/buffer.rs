@@ -16,6 +16,12 @@ pub(crate) struct Numbers<T> {
 impl<T: Element> Numbers<T> {
     /// Reads a buffer of at least two axes and one element, `what` in messages.
     pub(crate) fn read(py: Python<'_>, buffer: &PyBuffer<T>, what: &'static str) -> PyResult<Self> {
+        let format = buffer.format().to_string_lossy();
+        let is_swapped = format.starts_with(if cfg!(target_endian = "little") { ['>', '!'] } else { ['<', '<'] });
+        if is_swapped {
+            let expected = "numbers in this machine's order of bytes".to_owned();
+            return Err(BindingError::Argument { what, expected, found: format!("format {format:?}") }.into());
+        }
         let shape = buffer.shape().to_vec();
         if shape.len() < 2 || shape.contains(&0) {
             let expected = "two axes or more, none empty".to_owned();

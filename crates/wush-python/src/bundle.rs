@@ -15,7 +15,7 @@ use wush_runtime::{KeyTransforms, RuntimeError};
 
 use crate::buffer::view;
 use crate::codec::{Codec, Named, feedback, parse_role};
-use crate::error::{BindingError, Result};
+use crate::error::{BindingError, Result, not_forked};
 
 /// Ends of names, at the top of a bundle, by which loaders decide what to load.
 const DECIDES: [&str; 7] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", "adapter_config.json"];
@@ -31,6 +31,10 @@ pub(crate) struct Bundle {
 
 impl Bundle {
     fn load(path: PathBuf, verify: bool) -> Result<Self> {
+        not_forked()?;
+        if path.is_dir() && !path.join(WUSH_DIR).join(MANIFEST).exists() {
+            return Err(BindingError::NoBundle { path });
+        }
         let sidecars = Sidecars::load(&path)?;
         let Sidecars { manifest, keys, values, .. } = &sidecars;
         if manifest.status == Status::Failed {

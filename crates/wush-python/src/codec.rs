@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use wush_quant::{Bits, Feedback, Kind, Method, QuantError, Role};
 
 use crate::buffer::{Numbers, check_axis, view};
-use crate::error::{BindingError, Result};
+use crate::error::{BindingError, Result, not_forked};
 
 /// Tokens that one task packs: several of the feedback's blocks of 16.
 const TOKENS_PER_TASK: usize = 64;
@@ -121,6 +121,7 @@ impl Codec {
 
     /// Packs `x`, float32 `[…, tokens, d]`, with feedback `[…, n_kv_heads, tokens, d]`.
     fn pack<'py>(&self, py: Python<'py>, x: PyBuffer<f32>) -> PyResult<Bound<'py, PyAny>> {
+        not_forked()?;
         let x = Numbers::read(py, &x, "x")?;
         check_axis("x's last axis", self.head_dim(), x.width())?;
         let axes = x.shape.len();

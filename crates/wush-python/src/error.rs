@@ -1,6 +1,7 @@
 //! The one error type of this crate, and the one exception that Python sees: the message, and the hint as a line of its own.
 
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 use pyo3::PyErr;
 use pyo3::exceptions::PyValueError;
@@ -37,6 +38,15 @@ pub(crate) enum BindingError {
         /// The bundle.
         path: PathBuf,
     },
+    /// A directory that is no bundle.
+    #[error("{path}: not a bundle: it has no wush/manifest.json")]
+    NoBundle {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The process is a fork of one that used the package: its threads are not here.
+    #[error("wush-kv was used before this process was forked, and its threads are in the other process")]
+    Forked,
     /// A file is not the one that the manifest lists.
     #[error("{path}: not the file that the manifest lists: expected {expected}, found {found}")]
     OtherFile {
@@ -75,6 +85,16 @@ pub(crate) enum BindingError {
     },
 }
 
+/// Refuses to wait for threads that a fork left behind.
+///
+/// # Errors
+/// `Forked`.
+pub(crate) fn not_forked() -> Result<()> {
+    static FIRST_USE: OnceLock<u32> = OnceLock::new();
+    let id = std::process::id();
+    if *FIRST_USE.get_or_init(|| id) == id { Ok(()) } else { Err(BindingError::Forked) }
+}
+
 impl BindingError {
     /// The remedy, if one is known.
     fn hint(&self) -> Option<String> {
@@ -85,6 +105,12 @@ impl BindingError {
             Self::Failed { .. } => "convert again with --fold-dtype f32; `wush inspect` says more",
             Self::OtherFile { .. } | Self::OtherBasis { .. } => "copy or download the bundle again, whole",
             Self::ExtraWeights { .. } => "move it elsewhere: which weights a loader takes is its own choice",
+            Self::NoBundle { .. } => {
+                "pass a directory that `wush convert` or `wush fold` wrote: it makes one of a checkpoint"
+            }
+            Self::Forked => {
+                "start processes by spawn (multiprocessing.set_start_method(\"spawn\")), or use the package after the fork only"
+            }
             Self::Argument { .. } => return None,
         };
         Some(hint.to_owned())

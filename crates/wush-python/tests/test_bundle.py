@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import wush_kv
+from conftest import DEMO
 from wush_kv import Bundle, WushError
 
 # Both matrices were rounded to f32 once (6e-8 of each term), and cond(T), some tens, times √d is what terms sum to.
@@ -122,3 +123,8 @@ def test_the_command_line(bundle, tmp_path):
     assert bad.stdout == ""
     assert bad.stderr.startswith("error: ")
     assert wush_kv.__version__
+
+
+def test_a_checkpoint_is_no_bundle():
+    with pytest.raises(WushError, match=r"not a bundle: it has no wush/manifest.json\nhint: .*wush convert"):
+        Bundle.open(DEMO)

@@ -1,6 +1,7 @@
 """The quantizers against Eq. 5 and the packed layout of docs/formats.md, written down again in numpy."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -110,3 +111,26 @@ def test_what_cannot_be_packed_is_refused():
         Codec(64, 2).pack(x[:, :0])
     with pytest.raises((BufferError, TypeError, ValueError)):
         Codec(64, 2).pack(x.astype(np.float64))
+
+
+def test_numbers_in_another_order_of_bytes_are_refused():
+    codec = Codec(4, 2)
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(WushError, match="x: expected numbers in this machine's order of bytes"):
+        codec.pack(x.astype(x.dtype.newbyteorder("S")))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_process_that_used_it_is_refused_and_does_not_wait():
+    codec, x = Codec(4, 2), np.ones((2, 4), np.float32)
+    codec.pack(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            codec.pack(x)
+        except WushError as error:
+            os._exit(17 if "forked" in str(error) else 1)
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 17

@@ -248,3 +248,16 @@ def test_lengths_and_scalings_that_calibration_did_not_see(bundle, tmp_path):
     scaled = convert(tmp_path / "yarn", *TEXT, "--rope-scaling", "yarn:2")
     with pytest.raises(WushError, match="calibrated with yarn:2"):
         load(scaled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"windows": (4, 16, 4)}, "windows: expected"),
+        ({"bits": "auto:2.5"}, "kv_bits: expected"),
+        ({"attn_implementation": "sdpa"}, "attn_implementation: "),
+    ],
+)
+def test_arguments_that_mean_nothing_here_are_refused_at_once(bundle, arguments, message):
+    with pytest.raises(WushError, match=message):
+        load(bundle, **arguments)

@@ -71,8 +71,10 @@ impl Fields {
             let is_neutral = found.is_null() || is_empty || neutral.iter().any(|value| same(value, &found));
             if !is_neutral {
                 let expected: Vec<String> = neutral.iter().map(Value::to_string).collect();
-                let expected = if expected.is_empty() { "nothing".to_owned() } else { expected.join(" or ") };
-                let message = format!("{name}: this server has only {expected}");
+                let message = match expected.as_slice() {
+                    [] => format!("{name}: this server does not have it"),
+                    _ => format!("{name}: this server has only {}", expected.join(" or ")),
+                };
                 return Err(ApiError { code: "unsupported_value", ..ApiError::invalid(name, message) });
             }
         }

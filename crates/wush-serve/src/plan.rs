@@ -1,9 +1,11 @@
 //! A request's fields become a plan: what is computed, checked against the model and the server's limits. Nothing downstream
 //! looks at fields again.
 
+use std::collections::BTreeMap;
+
 use axum::http::StatusCode;
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use wush_checkpoint::chat::{ChatTemplate, Message};
 use wush_checkpoint::tokenizer::TextTokenizer;
 use wush_generate::{Sampler, Sampling, longest, most_bytes};
@@ -42,7 +44,9 @@ pub(crate) struct Prompt {
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) max_new: Option<usize>,
-    pub(crate) sampler: Sampler,
+    sampler: Sampler,
+    /// Where no seed was asked for: what the texts of a request draw by, each its own.
+    drawn: Option<Sampling>,
     pub(crate) stops: Vec<String>,
     pub(crate) streams: bool,
     /// Whether a stream ends with the counts of tokens.
@@ -52,6 +56,15 @@ pub(crate) struct Options {
     pub(crate) n_top: Option<usize>,
     /// Whether the prompt stands before the answer.
     pub(crate) echoes: bool,
+}
+
+impl Options {
+    /// Of a request's text `index`: the same for all where a seed was asked for.
+    pub(crate) fn sampler_of(&self, index: usize) -> Sampler {
+        let another = |sampling: &Sampling| Sampling { seed: sampling.seed.wrapping_add(index as u64), ..*sampling };
+        let drawn = self.drawn.as_ref().and_then(|sampling| Sampler::new(another(sampling)).ok());
+        drawn.unwrap_or_else(|| self.sampler.clone())
+    }
 }
 
 /// A prompt as it is sent.
@@ -69,6 +82,8 @@ pub(crate) enum PromptField {
 struct MessageField {
     role: String,
     content: ContentField,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -82,6 +97,8 @@ enum ContentField {
 struct PartField {
     r#type: String,
     text: Option<String>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -122,7 +139,13 @@ pub(crate) fn chat(body: &[u8], names: &[String]) -> Result<(Vec<Message>, Optio
         return Err(ApiError::invalid("messages", "messages: expected at least one"));
     }
     let older = fields.count("max_tokens", usize::MAX)?;
-    let max_new = fields.count("max_completion_tokens", usize::MAX)?.or(older);
+    let newer = fields.count("max_completion_tokens", usize::MAX)?;
+    let max_new = match (older, newer) {
+        (Some(a), Some(b)) if a != b => {
+            return Err(ApiError::invalid("max_tokens", format!("max_tokens: {a}, but max_completion_tokens is {b}")));
+        }
+        (older, newer) => newer.or(older),
+    };
     let n_top = fields.count("top_logprobs", MAX_LOGPROBS)?;
     let n_top = match (fields.flag("logprobs")?, n_top) {
         (true, n_top) => Some(n_top.unwrap_or(0)),
@@ -153,11 +176,13 @@ fn common(fields: &mut Fields) -> Result<Options, ApiError> {
         ("logit_bias", &[]),
     ])?;
     let streams = fields.flag("stream")?;
+    let (sampler, drawn) = sampler(fields)?;
     let stream_options: Option<StreamOptions> =
         fields.take("stream_options", "an object with include_usage, and nothing else")?;
     Ok(Options {
         max_new: None,
-        sampler: sampler(fields)?,
+        sampler,
+        drawn,
         stops: stops(fields)?,
         streams,
         tells_usage: stream_options.unwrap_or_default().include_usage.unwrap_or(false),
@@ -167,7 +192,8 @@ fn common(fields: &mut Fields) -> Result<Options, ApiError> {
     })
 }
 
-fn sampler(fields: &mut Fields) -> Result<Sampler, ApiError> {
+/// The sampler, and its settings where the seed is nobody's.
+fn sampler(fields: &mut Fields) -> Result<(Sampler, Option<Sampling>), ApiError> {
     let temperature = fields.take("temperature", "a number, 0 or above")?.unwrap_or(1.0);
     let top_p = fields.take("top_p", "a number above 0 and at most 1")?.unwrap_or(1.0);
     // vLLM's way to say all.
@@ -176,13 +202,16 @@ fn sampler(fields: &mut Fields) -> Result<Sampler, ApiError> {
     let top_k =
         top_k.map(|k| usize::try_from(k).map_err(|_| ApiError::invalid("top_k", "top_k: at least 1"))).transpose()?;
     let seed: Option<i64> = fields.take("seed", "a whole number of 64 bits")?;
+    let is_drawn = seed.is_none();
     let seed = seed.map_or_else(fresh_seed, i64::cast_unsigned);
     let sampling = Sampling { temperature, top_k, top_p, seed };
+    let drawn = is_drawn.then_some(sampling);
     // A temperature of 0 looks at nothing else; clients send top_p beside it all the same.
-    Sampler::new(sampling).map_err(|error| {
+    let sampler = Sampler::new(sampling).map_err(|error| {
         let message = error.to_string().replace("top-p", "top_p").replace("top-k", "top_k");
         ApiError::invalid(None, message)
-    })
+    })?;
+    Ok((sampler, drawn))
 }
 
 /// Another number every time.
@@ -231,7 +260,20 @@ fn missing(name: &'static str) -> ApiError {
     ApiError { code: "missing_required_parameter", ..ApiError::invalid(name, format!("{name}: is missing")) }
 }
 
+/// A template could read any of them: none is left out, unless it says nothing.
+fn refuse_others(others: &BTreeMap<String, Value>) -> Result<(), ApiError> {
+    let says_nothing = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    match others.iter().find(|(_, value)| !says_nothing(value)) {
+        Some((name, _)) => {
+            let name: String = name.chars().take(64).collect();
+            Err(ApiError::invalid("messages", format!("messages: this server does not take {name}")))
+        }
+        None => Ok(()),
+    }
+}
+
 fn message(field: MessageField) -> Result<Message, ApiError> {
+    refuse_others(&field.others)?;
     let role = match field.role.as_str() {
         "system" | "developer" => "system",
         "user" => "user",
@@ -241,6 +283,7 @@ fn message(field: MessageField) -> Result<Message, ApiError> {
     let content = match field.content {
         ContentField::Text(text) => text,
         ContentField::Parts(parts) => {
+            parts.iter().try_for_each(|part| refuse_others(&part.others))?;
             let text = |part: PartField| (part.r#type == "text").then_some(part.text).flatten();
             let texts: Option<Vec<String>> = parts.into_iter().map(text).collect();
             texts.ok_or_else(|| ApiError::invalid("messages", "messages: content: this server has only text"))?.concat()
@@ -376,6 +419,23 @@ mod tests {
         }
     }
 
+    /// Without a seed the texts of a request are samples; with one, each is the text that it is alone.
+    #[test]
+    fn texts_of_a_request_draw_on_their_own_unless_a_seed_was_asked_for() {
+        let picks = |body: &str, index: usize| {
+            let (_, options) = completion(body.as_bytes(), &names()).expect("valid");
+            let mut sampler = options.sampler_of(index);
+            (0..8).map(|_| sampler.pick(&[0.0; 1000])).collect::<Vec<_>>()
+        };
+        let (_, options) = completion(br#"{"prompt": ["a", "a"]}"#, &names()).expect("valid");
+        let [mut first, mut second] = [0, 1].map(|index| options.sampler_of(index));
+        let [first, second] =
+            [&mut first, &mut second].map(|s| (0..8).map(|_| s.pick(&[0.0; 1000])).collect::<Vec<_>>());
+        assert_ne!(first, second);
+        let seeded = r#"{"prompt": ["a", "a"], "seed": 7}"#;
+        assert_eq!(picks(seeded, 0), picks(seeded, 1));
+    }
+
     #[test]
     fn chats_have_text_of_known_roles() {
         let body = r#"{"messages": [{"role": "developer", "content": "a"},
@@ -390,6 +450,13 @@ mod tests {
             (r#"{"messages": [{"role": "tool", "content": "a"}]}"#, "messages"),
             (r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#, "messages"),
             (r#"{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}"#, "top_logprobs"),
+            (r#"{"messages": [{"role": "user", "content": "a", "name": "b"}]}"#, "messages"),
+            (r#"{"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}"#, "messages"),
+            (r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}"#, "messages"),
+            (
+                r#"{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "max_completion_tokens": 5}"#,
+                "max_tokens",
+            ),
             (r#"{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}"#, "tools"),
             (r#"{"messages": [{"role": "user", "content": "a"}], "echo": true}"#, "echo"),
         ] {

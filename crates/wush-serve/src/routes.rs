@@ -42,7 +42,7 @@ pub(crate) struct App {
     pub(crate) engine: std::sync::mpsc::Sender<Message>,
     /// Sequences that may still come.
     pub(crate) places: Arc<Semaphore>,
-    pub(crate) encoders: Semaphore,
+    pub(crate) encoders: Arc<Semaphore>,
     pub(crate) metrics: Arc<Metrics>,
     /// Whether the server was asked to stop, or the engine is gone.
     pub(crate) stops: Arc<AtomicBool>,
@@ -160,10 +160,22 @@ async fn read_body(request: Request, most: usize) -> Result<Bytes, ApiError> {
     match tokio::time::timeout(BODY_TIME, reading).await {
         Ok(Ok(body)) if body.len() <= most => Ok(body),
         Ok(Ok(_)) => Err(too_large()),
-        Ok(Err(_)) if length.is_none() => Err(too_large()),
-        Ok(Err(_)) => Err(ApiError::invalid(None, "the body was cut off")),
+        Ok(Err(error)) if is_over_limit(&error) => Err(too_large()),
+        Ok(Err(_)) => Err(ApiError::invalid(None, "the body was cut off, or is no chunked body")),
         Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", "the body did not come in time")),
     }
+}
+
+/// Whether a body had more bytes than were to be read.
+fn is_over_limit(error: &axum::Error) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if error.is::<http_body_util::LengthLimitError>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 /// Runs `work`, which takes a core's time, beside the threads that answer; so much of it at once, and no more.
@@ -171,18 +183,23 @@ async fn encoding<T: Send + 'static, U: Send + 'static>(
     app: Arc<App>,
     work: impl FnOnce(&App) -> Result<(T, U), ApiError> + Send + 'static,
 ) -> Result<(Arc<App>, T, U), ApiError> {
-    let turn = app.encoders.acquire().await.map_err(|_| ApiError::stopping())?;
+    let turn = app.encoders.clone().acquire_owned().await.map_err(|_| ApiError::stopping())?;
     let shared = app.clone();
-    let done = tokio::task::spawn_blocking(move || work(&shared)).await;
-    drop(turn);
+    // A client that goes away ends this future and not the work: the turn is the work's.
+    let run = move || {
+        let done = work(&shared);
+        drop(turn);
+        done
+    };
+    let done = tokio::task::spawn_blocking(run).await;
     let (prompts, options) = done.map_err(|_| ApiError::internal("a thread panicked"))??;
     Ok((app, prompts, options))
 }
 
 impl App {
     /// Encoders' turns.
-    pub(crate) fn turns() -> Semaphore {
-        Semaphore::new(MAX_ENCODERS)
+    pub(crate) fn turns() -> Arc<Semaphore> {
+        Arc::new(Semaphore::new(MAX_ENCODERS))
     }
 
     async fn census(&self) -> Option<Census> {
@@ -225,7 +242,7 @@ impl App {
             index,
             ids: prompt.ids.clone(),
             max_new: prompt.max_new,
-            sampler: options.sampler.clone(),
+            sampler: options.sampler_of(index),
             n_top: options.n_top,
             scores_prompt: options.echoes && options.n_top.is_some(),
             ignores_end: options.ignores_end,

@@ -182,6 +182,8 @@ async fn accept(listener: TcpListener, router: Router, connections: &GracefulShu
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME);
+    // Who has sent a request may close that side, and is answered.
+    http.half_close(true);
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let Ok((stream, _)) = listener.accept().await else {

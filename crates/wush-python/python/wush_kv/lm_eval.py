@@ -34,6 +34,10 @@ class WushLM(HFLM):  # type: ignore[misc]
     ) -> None:
         """Load the bundle; windows and chunks are those of the paper's study (Section 5.2), unless others are given."""
         windows = Windows(sink=sink, keep=keep, flush=flush)
+        if str(kwargs.get("device") or "").startswith("cuda") and not torch.cuda.is_available():
+            # The harness's default, where nobody asked for another.
+            print("wush: no GPU is there: on the CPU", file=sys.stderr)
+            kwargs["device"] = "cpu"
         device = {"device_map": kwargs["device"]} if kwargs.get("device") else {}
         model = load(pretrained, kv_bits, windows=windows, dtype=dtype, **device)
         self.chunk = chunk

@@ -159,6 +159,12 @@ def load(
     Raises `WushError` for a bundle whose parts do not belong together, weights that do not fit it, a model whose attention does not
     go through this package, or is changed by the transforms.
     """
+    if not isinstance(windows, Windows):
+        raise WushError(f"windows: expected wush_kv.transformers.Windows(sink=…, keep=…, flush=…), found {windows!r}")
+    if "attn_implementation" in kwargs:
+        raise WushError(f'attn_implementation: the attention is the bundle\'s, "{NAME}"')
+    if not isinstance(kv_bits, int):
+        raise WushError(f"kv_bits: expected 2, 3, 4, 8 or 16, found {kv_bits!r}")
     found = Bundle.open(bundle, verify=verify)
     register()
     kwargs = {"dtype": "auto"} | kwargs

@@ -26,7 +26,8 @@ class Windows:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no window has."""
-        if self.sink < 0 or self.keep < 0 or self.flush < 1:
+        whole = all(isinstance(n, int) for n in (self.sink, self.keep, self.flush))
+        if not whole or self.sink < 0 or self.keep < 0 or self.flush < 1:
             raise WushError(f"windows: expected sink and keep of at least 0 and flush of at least 1, found {self}")
 
     def n_to_pack(self, length: int, n_packed: int) -> int:
