@@ -21,6 +21,7 @@
 use std::ops::Range;
 
 use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
+use plotters::coord::types::RangedCoordi32;
 use plotters::prelude::*;
 use plotters::series::{DashedLineSeries, LineSeries};
 
@@ -71,6 +72,7 @@ const LARGE: f64 = 1e6;
 const LEAST_RANGE: f64 = 1e-3;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type Context<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordi32, Axis>>;
 
 /// A line chart.
 #[derive(Debug, Clone, PartialEq)]
@@ -122,42 +124,24 @@ impl Chart {
         let mut builder = ChartBuilder::on(area);
         builder.margin(10).x_label_area_size(LABELS.0).y_label_area_size(LABELS.1).caption(&self.title, TITLE);
         let (n_places, n_series) = (self.places.len() as i32, self.series.len() as i32);
-        let bars = n_places == 1;
         // Steps of a bar, which is two wide and one from the next; a range of no place has no length.
-        let x = if bars { -1..BAR * n_series.max(1) } else { 0..(n_places - 1).max(1) };
+        let x = if self.has_bars() { -1..BAR * n_series.max(1) } else { 0..(n_places - 1).max(1) };
         let y = self.axis();
-        let floor = y.range.start;
         let labels = y.ticks.clone();
         let label = |y: &f64| labels.iter().find(|(at, _)| at == y).map(|(_, label)| label.clone()).unwrap_or_default();
         let mut context = builder.build_cartesian_2d(x.clone(), y)?;
-        let middle = (x.start + x.end) / 2;
-        let place = |at: &i32| match bars {
-            true => {
-                if *at == middle {
-                    self.places[0].clone()
-                } else {
-                    String::new()
-                }
-            }
-            false => usize::try_from(*at).ok().and_then(|at| self.places.get(at)).cloned().unwrap_or_default(),
-        };
+        // The one place of bars is below their middle.
+        let first = if self.has_bars() { (x.start + x.end) / 2 } else { 0 };
+        let place =
+            |at: &i32| usize::try_from(at - first).ok().and_then(|at| self.places.get(at)).cloned().unwrap_or_default();
         let mut mesh = context.configure_mesh();
         mesh.disable_x_mesh().axis_style(LINE).bold_line_style(GRID).light_line_style(TRANSPARENT);
         mesh.x_desc(&self.x_label).y_desc(&self.y_label).label_style(FONT).axis_desc_style(FONT);
         mesh.x_label_formatter(&place).y_label_formatter(&label).draw()?;
-        for (at, (series, color)) in self.series.iter().zip(COLORS.into_iter().cycle()).enumerate() {
-            if bars {
-                let top = series.values.first().copied().flatten().and_then(|y| self.scaled(y));
-                let left = BAR * at as i32;
-                context.draw_series(
-                    top.map(|top| Rectangle::new([(left, floor), (left + BAR - 1, top)], color.filled())),
-                )?;
-                continue;
-            }
-            let points = series.values.iter().enumerate().filter_map(|(at, &y)| Some((at as i32, self.scaled(y?)?)));
-            let points: Vec<(i32, f64)> = points.collect();
-            context.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?;
-            context.draw_series(points.into_iter().map(|point| Circle::new(point, MARK, color.filled())))?;
+        if self.has_bars() {
+            self.draw_bars(&mut context)?
+        } else {
+            self.draw_lines(&mut context)?
         }
         // Over the bars.
         if let Some((_, level)) = &self.level
@@ -169,11 +153,40 @@ impl Chart {
         Ok(())
     }
 
+    /// Lines through one place would be dots.
+    fn has_bars(&self) -> bool {
+        self.places.len() == 1
+    }
+
+    fn colored(&self) -> impl Iterator<Item = (&Series, RGBColor)> {
+        self.series.iter().zip(COLORS.into_iter().cycle())
+    }
+
+    fn draw_bars(&self, context: &mut Context<'_, '_>) -> Result<()> {
+        let floor = context.y_range().start;
+        for (at, (series, color)) in self.colored().enumerate() {
+            let top = series.values.first().copied().flatten().and_then(|y| self.scaled(y));
+            let left = BAR * at as i32;
+            let bar = top.map(|top| Rectangle::new([(left, floor), (left + BAR - 1, top)], color.filled()));
+            context.draw_series(bar)?;
+        }
+        Ok(())
+    }
+
+    fn draw_lines(&self, context: &mut Context<'_, '_>) -> Result<()> {
+        for (series, color) in self.colored() {
+            let points = series.values.iter().enumerate().filter_map(|(at, &y)| Some((at as i32, self.scaled(y?)?)));
+            let points: Vec<(i32, f64)> = points.collect();
+            context.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(2)))?;
+            context.draw_series(points.into_iter().map(|point| Circle::new(point, MARK, color.filled())))?;
+        }
+        Ok(())
+    }
+
     /// A line for each series, and for the level.
     fn draw_legend(&self, area: &Area<'_>) -> Result<()> {
         let level = self.level.iter().map(|(name, _)| (name, LEVEL.stroke_width(2)));
-        let series = self.series.iter().zip(COLORS.into_iter().cycle());
-        let series = series.map(|(series, color)| (&series.name, color.stroke_width(2)));
+        let series = self.colored().map(|(series, color)| (&series.name, color.stroke_width(2)));
         let (height, top) = (LEGEND.1, LABELS.0 as i32);
         for (at, (name, style)) in level.chain(series).enumerate() {
             let y = top + i32::try_from(at).unwrap_or(i32::MAX / height) * height;

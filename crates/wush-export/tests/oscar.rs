@@ -85,17 +85,7 @@ fn matrices(heads: &[[f64; 4]]) -> HeadMatrices {
 }
 
 fn transforms(layers: BTreeMap<usize, LayerTransforms>) -> Transforms {
-    let solve = Solve {
-        transform: "random".to_owned(),
-        preset: "default".to_owned(),
-        damping: 0.01,
-        seed: 0,
-        exponent: 0.25,
-        factor: "hadamard".to_owned(),
-        center_keys: "never".to_owned(),
-        feedback: false,
-        stats_hash: None,
-    };
+    let solve = Solve::as_published("random");
     Transforms { layers, model_hash: Sha::of(b"model"), solve, calibration: None, report: Vec::new() }
 }
 

@@ -68,6 +68,13 @@ impl Sampler {
         Ok(Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed) })
     }
 
+    /// The `n`-th of samplers with the same settings that draw by seeds of their own, the first being this one's.
+    #[must_use]
+    pub fn another(&self, n: u64) -> Self {
+        let sampling = Sampling { seed: self.sampling.seed.wrapping_add(n), ..self.sampling };
+        Self { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed) }
+    }
+
     /// A token of the vocabulary, from its logits `[vocab]`, finite. Of equals the first is the more likely.
     pub fn pick(&mut self, logits: &[f32]) -> u32 {
         let first = argmax(logits);

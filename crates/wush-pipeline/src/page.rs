@@ -65,13 +65,12 @@ fn perplexity_page(report: &EvalPplReport) -> Result<String> {
         ("solve", how),
         ("calibration", calibration),
     ];
-    let mut facts = facts_and_notes(&facts, &report.notes);
-    facts.extend(
-        report
-            .rows
-            .iter()
-            .filter_map(|row| allotted(&row.transform, &row.quantizer, (row.bits, row.asked_bits), &row.allotment)),
-    );
+    let allotted = report.rows.iter().map(|row| Allotted {
+        name: format!("{}, {}", row.transform, row.quantizer),
+        bits: (row.bits, row.asked_bits),
+        allotment: &row.allotment,
+    });
+    let facts = facts_and_notes(&facts, &report.notes, allotted);
     let plots = perplexity_charts(&report.rows).iter().map(svg).collect::<Result<Vec<_>, _>>();
     let plots = plots.map_err(PipelineError::from)?;
     let header =
@@ -88,21 +87,28 @@ fn calibration(calibration: Option<&Calibration>) -> String {
     format!("{}: {sequences} of up to {} tokens", calibration.source, calibration.max_seq_len)
 }
 
-fn facts_and_notes(facts: &[(&str, String)], notes: &[String]) -> Vec<(String, String)> {
-    let notes = notes.iter().map(|note| ("note", note.clone()));
-    facts.iter().cloned().chain(notes).map(|(name, text)| (name.to_owned(), text)).collect()
+/// A row of a report as far as its bits go.
+struct Allotted<'a> {
+    name: String,
+    /// Their average, and the one that was asked for.
+    bits: (f64, Option<f64>),
+    /// Empty where they were not allotted.
+    allotment: &'a [AllottedBits],
 }
 
-/// Which bits a row was allotted, if any.
-fn allotted(
-    transform: &str,
-    quantizer: &str,
-    (bits, asked): (f64, Option<f64>),
-    allotment: &[AllottedBits],
-) -> Option<(String, String)> {
-    let lines = describe_allotment(allotment).join("; ");
-    let row = format!("{transform}, {quantizer}, {}: {lines}", describe_bits(bits, asked));
-    (!allotment.is_empty()).then(|| ("allotted bits".to_owned(), row))
+/// What stands above the charts: facts, notes, and the bits of rows that were allotted some.
+fn facts_and_notes<'a>(
+    facts: &[(&str, String)],
+    notes: &[String],
+    rows: impl Iterator<Item = Allotted<'a>>,
+) -> Vec<(String, String)> {
+    let notes = notes.iter().map(|note| ("note", note.clone()));
+    let of_row = |Allotted { name, bits: (bits, asked), allotment }: Allotted<'_>| {
+        let lines = describe_allotment(allotment).join("; ");
+        ("allotted bits", format!("{name}, {}: {lines}", describe_bits(bits, asked)))
+    };
+    let allotted = rows.filter(|row| !row.allotment.is_empty()).map(of_row);
+    facts.iter().cloned().chain(notes).chain(allotted).map(|(name, text)| (name.to_owned(), text)).collect()
 }
 
 /// What is measured of a module: its name and how a row has it.
@@ -128,13 +134,12 @@ fn recon_page(report: &EvalReconReport) -> Result<String> {
     let how = describe_solves(&report.solves).join("; ");
     let calibration = calibration(report.calibration.as_ref());
     let facts = [("text", text), ("cache", cache), ("solve", how), ("calibration", calibration)];
-    let mut facts = facts_and_notes(&facts, &report.notes);
-    facts.extend(
-        report
-            .rows
-            .iter()
-            .filter_map(|row| allotted(&row.transform, &row.quantizer, (row.bits, row.asked_bits), &row.allotment)),
-    );
+    let allotted = report.rows.iter().map(|row| Allotted {
+        name: format!("{}, {}", row.transform, row.quantizer),
+        bits: (row.bits, row.asked_bits),
+        allotment: &row.allotment,
+    });
+    let facts = facts_and_notes(&facts, &report.notes, allotted);
     let header = format!(
         "<header><div><h1>Reconstruction errors</h1><p><code>{}</code></p></div></header>",
         escape(&report.model.id)

@@ -45,8 +45,8 @@ pub(crate) struct Prompt {
 pub(crate) struct Options {
     pub(crate) max_new: Option<usize>,
     sampler: Sampler,
-    /// Where no seed was asked for: what the texts of a request draw by, each its own.
-    drawn: Option<Sampling>,
+    /// Whether a seed was asked for.
+    is_seeded: bool,
     pub(crate) stops: Vec<String>,
     pub(crate) streams: bool,
     /// Whether a stream ends with the counts of tokens.
@@ -61,9 +61,7 @@ pub(crate) struct Options {
 impl Options {
     /// Of a request's text `index`: the same for all where a seed was asked for.
     pub(crate) fn sampler_of(&self, index: usize) -> Sampler {
-        let another = |sampling: &Sampling| Sampling { seed: sampling.seed.wrapping_add(index as u64), ..*sampling };
-        let drawn = self.drawn.as_ref().and_then(|sampling| Sampler::new(another(sampling)).ok());
-        drawn.unwrap_or_else(|| self.sampler.clone())
+        if self.is_seeded { self.sampler.clone() } else { self.sampler.another(index as u64) }
     }
 }
 
@@ -176,13 +174,13 @@ fn common(fields: &mut Fields) -> Result<Options, ApiError> {
         ("logit_bias", &[]),
     ])?;
     let streams = fields.flag("stream")?;
-    let (sampler, drawn) = sampler(fields)?;
+    let (sampler, is_seeded) = sampler(fields)?;
     let stream_options: Option<StreamOptions> =
         fields.take("stream_options", "an object with include_usage, and nothing else")?;
     Ok(Options {
         max_new: None,
         sampler,
-        drawn,
+        is_seeded,
         stops: stops(fields)?,
         streams,
         tells_usage: stream_options.unwrap_or_default().include_usage.unwrap_or(false),
@@ -192,8 +190,8 @@ fn common(fields: &mut Fields) -> Result<Options, ApiError> {
     })
 }
 
-/// The sampler, and its settings where the seed is nobody's.
-fn sampler(fields: &mut Fields) -> Result<(Sampler, Option<Sampling>), ApiError> {
+/// The sampler, and whether a seed was asked for.
+fn sampler(fields: &mut Fields) -> Result<(Sampler, bool), ApiError> {
     let temperature = fields.take("temperature", "a number, 0 or above")?.unwrap_or(1.0);
     let top_p = fields.take("top_p", "a number above 0 and at most 1")?.unwrap_or(1.0);
     // vLLM's way to say all.
@@ -202,16 +200,15 @@ fn sampler(fields: &mut Fields) -> Result<(Sampler, Option<Sampling>), ApiError>
     let top_k =
         top_k.map(|k| usize::try_from(k).map_err(|_| ApiError::invalid("top_k", "top_k: at least 1"))).transpose()?;
     let seed: Option<i64> = fields.take("seed", "a whole number of 64 bits")?;
-    let is_drawn = seed.is_none();
+    let is_seeded = seed.is_some();
     let seed = seed.map_or_else(fresh_seed, i64::cast_unsigned);
     let sampling = Sampling { temperature, top_k, top_p, seed };
-    let drawn = is_drawn.then_some(sampling);
     // A temperature of 0 looks at nothing else; clients send top_p beside it all the same.
     let sampler = Sampler::new(sampling).map_err(|error| {
         let message = error.to_string().replace("top-p", "top_p").replace("top-k", "top_k");
         ApiError::invalid(None, message)
     })?;
-    Ok((sampler, drawn))
+    Ok((sampler, is_seeded))
 }
 
 /// Another number every time.
