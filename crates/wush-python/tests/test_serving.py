@@ -79,14 +79,6 @@ def test_a_directory_that_is_no_bundle(tmp_path):
     assert serving.bundle_of(str(tmp_path)) is None
 
 
-def test_a_plugin_that_fails_ends_the_process():
-    with (
-        pytest.raises(SystemExit, match=r"a b is not known .*: ImportError: gone. SWITCH=off"),
-        serving.or_no_server("a b", "SWITCH"),
-    ):
-        raise ImportError("gone")
-
-
 def test_problems_are_named_together():
     serving.refuse("here", {"one": False}, "SWITCH")
     with pytest.raises(WushError, match=r"here: .*: one, three. SWITCH=off"):

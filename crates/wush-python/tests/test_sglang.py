@@ -1,6 +1,5 @@
 """The plugin for SGLang without SGLang: what its hooks do with what they are given. tests/external/sglang_kv.py runs it inside."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -67,11 +66,3 @@ def test_it_knows_whether_it_is_reached():
     assert sglang._is_reached(SimpleNamespace(forward=hooked))
     assert not sglang._is_reached(SimpleNamespace(forward=lambda *args: None))
     assert not sglang._is_reached(SimpleNamespace(forward=lambda q, k, v, batch: q.shape))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
-def test_an_unknown_sglang_ends_the_process(monkeypatch):
-    with pytest.raises(SystemExit, match=r"SGLang is not known.*WUSH_KV_SGLANG=off"):
-        sglang.register()
-    monkeypatch.setenv(sglang.SWITCH, "off")
-    sglang.register()

@@ -1,12 +1,10 @@
-"""What the plugins of servers share: a bundle's matrices on attention layers, and ends for what they cannot serve.
+"""What the plugins of servers share: a bundle's matrices on attention layers, and refusals of what they cannot serve.
 
 Enters: a model's directory and its attention layers. Leaves: layers with matrices, which `apply` multiplies. Knows no server.
 """
 
 import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +16,6 @@ from wush_kv import Bundle, WushError
 
 if TYPE_CHECKING:
     from wush_kv._native import Matrix
-
-
-@contextmanager
-def or_no_server(server: str, switch: str) -> Iterator[None]:
-    """End the process for whatever is raised: servers only log a plugin that fails, and go on without transforms."""
-    try:
-        yield
-    except Exception as error:
-        raise SystemExit(
-            f"wush-kv: this {server} is not known to the plugin: {type(error).__name__}: {error}. "
-            f"{switch}=off serves without it"
-        ) from error
 
 
 @functools.cache

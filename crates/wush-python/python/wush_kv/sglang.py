@@ -1,11 +1,10 @@
 """A plugin of SGLang (`sglang.srt.plugins`): a bundle's key transforms between RoPE and the cache, for every dtype of SGLang's cache.
 
-SGLang loads it by itself, and applies its three hooks: on `RadixAttention.forward`, which computes `k ← T_K (k − μ)` and
+SGLang loads it by itself, through `plugins`, and applies its three hooks: on `RadixAttention.forward`, which computes `k ← T_K (k − μ)` and
 `q ← T_K^{-T} q`; on loading a model, which gives the layers of a bundle their matrices or ends the start; and on the choice to store keys
 together with RoPE, which a bundle's keys must not. Nothing changes for a model that is no bundle.
 """
 
-import os
 import pkgutil
 from typing import Any
 
@@ -36,20 +35,17 @@ _serves_bundle = False
 
 
 def register() -> None:
-    """Register the hooks; called by SGLang in each of its processes."""
-    if os.environ.get(SWITCH) == "off":
-        return
-    with serving.or_no_server("SGLang", SWITCH):
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Register the hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        for target, hook, kind in (
-            (ATTENTION, _attention, HookType.AROUND),
-            (LOADING, _loaded, HookType.AFTER),
-            (FUSED_STORE, _fused_store, HookType.AROUND),
-        ):
-            # SGLang would only log a target that it does not have.
-            pkgutil.resolve_name(target)
-            HookRegistry.register(target, hook, kind)
+    for target, hook, kind in (
+        (ATTENTION, _attention, HookType.AROUND),
+        (LOADING, _loaded, HookType.AFTER),
+        (FUSED_STORE, _fused_store, HookType.AROUND),
+    ):
+        # SGLang would only log a target that it does not have.
+        pkgutil.resolve_name(target)
+        HookRegistry.register(target, hook, kind)
 
 
 def _attention(original: Any, layer: Any, q: Any, k: Any = None, v: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
 """A plugin of vLLM (`vllm.general_plugins`): a bundle's key transforms between RoPE and the cache, for every dtype of vLLM's cache.
 
-vLLM loads it by itself. It changes nothing unless the model is a bundle; then every attention layer computes `k ← T_K (k − μ)` and
-`q ← T_K^{-T} q` before it writes its cache, and a start that cannot do so ends. Values are folded: vLLM knows nothing of them.
+vLLM loads it by itself, through `plugins`. It changes nothing unless the model is a bundle; then every attention layer computes
+`k ← T_K (k − μ)` and `q ← T_K^{-T} q` before it writes its cache, and a start that cannot do so ends. Values are folded: vLLM knows
+nothing of them.
 """
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -18,19 +18,16 @@ SWITCH = "WUSH_KV_VLLM"
 
 
 def register() -> None:
-    """Patch vLLM's attention; called by vLLM in each of its processes, perhaps twice."""
-    if os.environ.get(SWITCH) == "off":
-        return
-    with serving.or_no_server("vLLM", SWITCH):
-        from vllm.model_executor.layers.attention.attention import Attention
-        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    """Patch vLLM's attention, once."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        if getattr(Attention, "_wush", False):
-            return
-        Attention._wush = True
-        Attention.__init__ = _after(Attention.__init__, _give_transforms)
-        Attention.forward = _before_attention(Attention.forward)
-        BaseModelLoader.load_model = _checked(BaseModelLoader.load_model)
+    if getattr(Attention, "_wush", False):
+        return
+    Attention._wush = True
+    Attention.__init__ = _after(Attention.__init__, _give_transforms)
+    Attention.forward = _before_attention(Attention.forward)
+    BaseModelLoader.load_model = _checked(BaseModelLoader.load_model)
 
 
 def _after(original: Any, then: Any) -> Any:
