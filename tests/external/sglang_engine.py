@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The plugin for SGLang, in SGLang's whole engine on the CPU.
 
-    python3 sglang_engine.py BASE BUNDLE TEXT [--windows N] [--tokens N] [--fp8 [BUNDLE ...]]
+    python3 sglang_engine.py BASE BUNDLE TEXT [--windows N] [--tokens N] [--kv-dtypes fp8_e4m3 [--bundles BUNDLE …]]
 
-In float32 with an unquantized cache: BUNDLE with its transforms gives token for token what BASE gives, and a damaged sidecar ends the start. With
---fp8 also the mean negative log likelihood of N windows of TEXT over an fp8 cache: of BASE, of BUNDLE and the further ones with their
-transforms and without, as measured; that the last two differ shows the hook at work (sglang_kv.py has what shows it in detail). Prints one
-JSON line. Installs SGLang without its kernels for GPUs, see sglang_kv.py.
+In float32 with an unquantized cache: BUNDLE with its transforms gives token for token what BASE gives, so it does without them, and a damaged
+sidecar ends the start. With --kv-dtypes also the mean negative log likelihood of N windows of TEXT over caches of those dtypes: of BASE, of
+BUNDLE and the further ones with their transforms and without, as measured; that the last two differ shows the hook at work (sglang_kv.py
+has what shows it in detail). Prints one JSON line, and on stderr one of each engine as it ends. Installs SGLang without its kernels
+for GPUs, see sglang_kv.py.
 """
 import os
 import sys
@@ -17,13 +18,15 @@ import served
 from environment import enter
 from sglang_kv import IMPORTS, SGLANG
 
+SWITCH = "WUSH_KV_SGLANG"
+
 
 class Engine:
-    def __init__(self, model, kv_dtype, max_len):
+    def __init__(self, model, args, max_len):
         import sglang
 
         self.engine = sglang.Engine(
-            model_path=model, device="cpu", dtype="float32", kv_cache_dtype=kv_dtype, attention_backend="torch_native", log_level="error",
+            model_path=model, device="cpu", dtype="float32", kv_cache_dtype=args.kv, attention_backend="torch_native", log_level="error",
             max_total_tokens=4 * max_len, max_running_requests=4, chunked_prefill_size=128, disable_radix_cache=True,
             disable_cuda_graph=True, disable_overlap_schedule=True, skip_tokenizer_init=True,
         )
@@ -51,16 +54,19 @@ def without_kernels(folder):
 def main(args):
     with tempfile.TemporaryDirectory() as folder:
         without_kernels(folder)
-        report, checks, _ = served.compare(args)
-        if args.fp8 is not None:
-            rows = report["nll, fp8 cache"] = served.fp8_rows(args, "fp8_e4m3", "WUSH_KV_SGLANG")
-            checks["transforms change what is rounded"] = rows[args.bundle.name] != rows[f"{args.bundle.name}, no key transforms"]
+        found = served.compare(args, SWITCH)
+        report, checks = served.report(args, found), served.checks(found)
+        if args.kv_dtypes:
+            report["nll over"] = served.nll_over(args, SWITCH)
+            name = args.bundle.name
+            live = any(row[name] != row[f"{name}, no key transforms"] for row in report["nll over"].values())
+            checks["transforms change what is rounded"] = live
     return served.finish(report, checks)
 
 
 if __name__ == "__main__":
-    arguments = served.parse(__doc__)
-    if arguments.child:
+    arguments = served.parser(__doc__).parse_args()
+    if arguments.child is not None:
         served.child(arguments, Engine)
     else:
         enter("sglang", *IMPORTS, alone=[SGLANG])
