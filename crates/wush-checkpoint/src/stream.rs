@@ -1,7 +1,7 @@
 //! Token ids to text while they come, one at a time.
 //!
 //! Enters: the ids of a text, in order. Leaves: the text in whole characters, as soon as each is known: a character's bytes may
-//! lie in several tokens. Special tokens give no text. Not the tokenizers crate's `DecodeStream`: that fails where a decoder
+//! lie in several tokens. Special tokens give no text, unless asked for. Not the tokenizers crate's `DecodeStream`: that fails where a decoder
 //! rewrites text that is out, and keeps an incomplete end to itself.
 
 use crate::Result;
@@ -20,13 +20,20 @@ pub struct TextStream<'a> {
     ids: Vec<u32>,
     /// Ids of these whose text is out.
     n_out: usize,
+    /// Whether special tokens give text.
+    is_verbatim: bool,
 }
 
 impl<'a> TextStream<'a> {
     /// Text that follows `before`, whose own text is not given.
     pub fn after(tokenizer: &'a TextTokenizer, before: &[u32]) -> Self {
         let ids = before[before.len().saturating_sub(CONTEXT)..].to_vec();
-        Self { tokenizer, n_out: ids.len(), ids }
+        Self { tokenizer, n_out: ids.len(), ids, is_verbatim: false }
+    }
+
+    /// Text from its beginning, with that of special tokens.
+    pub fn verbatim(tokenizer: &'a TextTokenizer) -> Self {
+        Self { is_verbatim: true, ..Self::after(tokenizer, &[]) }
     }
 
     /// The text that is known since the last call: empty while a character is incomplete.
@@ -36,7 +43,7 @@ impl<'a> TextStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let (before, all) = self.decode()?;
-        match all.strip_prefix(&before) {
+        match added(&before, &all) {
             Some(new) if !new.ends_with(REPLACEMENT) => {
                 let new = new.to_owned();
                 self.ids.drain(..self.n_out.saturating_sub(CONTEXT));
@@ -53,14 +60,22 @@ impl<'a> TextStream<'a> {
     /// As [`TextStream::push`].
     pub fn finish(self) -> Result<String> {
         let (before, all) = self.decode()?;
-        Ok(all.strip_prefix(&before).unwrap_or_default().to_owned())
+        Ok(added(&before, &all).unwrap_or_default().to_owned())
     }
 
     /// The text that is out, and all of it.
     fn decode(&self) -> Result<(String, String)> {
-        let before = self.tokenizer.decode_plain(&self.ids[..self.n_out])?;
-        Ok((before, self.tokenizer.decode_plain(&self.ids)?))
+        let decode = |ids: &[u32]| match self.is_verbatim {
+            true => self.tokenizer.decode(ids),
+            false => self.tokenizer.decode_plain(ids),
+        };
+        Ok((decode(&self.ids[..self.n_out])?, decode(&self.ids)?))
     }
+}
+
+/// What `all` has after `before`, which may have ended inside a character that `all` has whole.
+fn added<'t>(before: &str, all: &'t str) -> Option<&'t str> {
+    all.strip_prefix(before).or_else(|| all.strip_prefix(before.trim_end_matches(REPLACEMENT)))
 }
 
 #[cfg(test)]
@@ -94,6 +109,34 @@ mod tests {
             let before = tokenizer.decode(&ids[..n_before]).expect("decoded");
             assert_eq!(before + &pieces.concat(), TEXT);
         }
+    }
+
+    /// A list of ids may be cut anywhere, and what follows is still told.
+    #[test]
+    fn text_after_half_a_character_begins_with_all_of_it() {
+        let tokenizer = tokenizer();
+        let ids = tokenizer.encode("a\u{1f389} and more").expect("encoded");
+        let n_whole = tokenizer.encode("a\u{1f389}").expect("encoded").len();
+        assert!(n_whole > 2, "a character of several tokens");
+        for n_before in 2..n_whole {
+            let mut stream = TextStream::after(&tokenizer, &ids[..n_before]);
+            let pieces: Vec<String> = ids[n_before..].iter().map(|&id| stream.push(id).expect("decoded")).collect();
+            assert_eq!(pieces.concat() + &stream.finish().expect("decoded"), "\u{1f389} and more", "{n_before}");
+        }
+    }
+
+    #[test]
+    fn special_tokens_give_text_where_asked_for() {
+        let tokenizer = tokenizer();
+        let name = tokenizer.decode(&[0]).expect("decoded");
+        assert_eq!(tokenizer.special_token(&name), Some(0), "a special token");
+        let text = format!("one{name} two");
+        let ids = tokenizer.encode(&text).expect("encoded");
+        let told = |mut stream: TextStream<'_>| -> String {
+            ids.iter().map(|&id| stream.push(id).expect("decoded")).collect()
+        };
+        assert_eq!(told(TextStream::verbatim(&tokenizer)), text);
+        assert_eq!(told(TextStream::after(&tokenizer, &[])), "one two");
     }
 
     #[test]

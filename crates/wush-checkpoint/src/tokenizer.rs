@@ -28,6 +28,13 @@ const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
 /// Largest generation_config.json, tokenizer_config.json or chat template that is read. Real ones have a few hundred bytes.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
+/// Bytes of text that are encoded at once where only the number of tokens counts.
+const COUNTED_BYTES: usize = 64 << 10;
+/// Bytes of a token of ordinary text, generous: languages of three bytes a character have fewer.
+const USUAL_TOKEN_BYTES: usize = 8;
+/// Tokens that a cut may make of those that were there: words are short, and merges look no further.
+const TOKENS_OF_A_CUT: usize = 16;
+
 /// A checkpoint's tokenizer.
 pub struct TextTokenizer {
     inner: Tokenizer,
@@ -70,6 +77,27 @@ impl TextTokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = guarded(&self.path, || self.inner.encode_fast(text, false))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Whether `text` has more than `most` tokens, as far as that is seen without encoding all of it at once, which takes more
+    /// than a hundred bytes of memory for one of text. Of a text that is short for so many tokens nothing is said.
+    ///
+    /// The length alone would not do: normalizers, unknown words and whitespace beside special tokens make a token of any
+    /// number of bytes.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::encode`].
+    pub fn is_far_over(&self, text: &str, most: usize) -> Result<bool> {
+        if text.len() <= most.saturating_mul(USUAL_TOKEN_BYTES).max(COUNTED_BYTES) {
+            return Ok(false);
+        }
+        let (mut rest, mut n_least) = (text, 0);
+        while !rest.is_empty() && n_least <= most {
+            let (piece, after) = rest.split_at(rest.floor_char_boundary(COUNTED_BYTES));
+            n_least += self.encode(piece)?.len().saturating_sub(TOKENS_OF_A_CUT);
+            rest = after;
+        }
+        Ok(n_least > most)
     }
 
     /// The ids of each text, in order, encoded in parallel. The result does not depend on the number of threads.
@@ -257,6 +285,26 @@ mod tests {
         assert_eq!(batch, [vec![2], vec![3, 4, 0, 3]]);
         assert_eq!(tokenizer.vocab_size(), 6);
         assert_eq!(tokenizer.decode(&[2, 0]).expect("valid"), "a <eos>");
+    }
+
+    /// Words of a thousand letters that the vocabulary does not have are a token each.
+    #[test]
+    fn far_too_long_a_text_is_known_by_counting_not_by_its_length() {
+        let dir = write_tokenizer(&[], &[]);
+        let tokenizer = TextTokenizer::open(dir.path()).expect("valid");
+        let (short, long) = ("a ".repeat(100_000), format!("{} ", "x".repeat(1000)).repeat(300));
+        for (text, most, expected) in [
+            (&short, 99_000, false),
+            (&short, 10_000, true),
+            (&short, 3, true),
+            (&long, 10, true),
+            (&long, 300, false),
+            (&"a b".to_owned(), 1, false),
+        ] {
+            let n = tokenizer.encode(text).expect("valid").len();
+            assert_eq!(tokenizer.is_far_over(text, most).expect("valid"), expected, "{n} tokens, {most} fit");
+            assert!(!expected || n > most);
+        }
     }
 
     #[test]
