@@ -1,6 +1,6 @@
 //! `wush serve`: a model over HTTP.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 use clap::Args;
@@ -26,8 +26,8 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Server")]
 struct ServerArgs {
-    /// Address to listen on; 0.0.0.0 lets other machines in
-    #[arg(long, value_name = "IP", default_value_t = wush_pipeline::DEFAULT_HOST)]
+    /// Address or name to listen on; 0.0.0.0 lets other machines in
+    #[arg(long, value_name = "HOST", default_value_t = wush_pipeline::DEFAULT_HOST, value_parser = host)]
     host: IpAddr,
     /// Port to listen on; 0 takes any that is free, and says which
     #[arg(long, value_name = "N", default_value_t = wush_pipeline::DEFAULT_PORT)]
@@ -65,6 +65,24 @@ struct LimitsArgs {
     /// Time that requests have to end in after SIGTERM or Ctrl-C
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().grace.as_secs())]
     grace: u64,
+}
+
+/// An address, or that of a name such as localhost; of several the first of IPv4, as the default is one.
+fn host(text: &str) -> Result<IpAddr, String> {
+    let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    if let Ok(address) = bare.parse() {
+        return Ok(address);
+    }
+    let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+    if text.is_empty() || !text.chars().all(is_name) {
+        return Err("expected an address, such as 127.0.0.1 or ::1, or a name such as localhost".to_owned());
+    }
+    let found: Vec<IpAddr> = match (text, 0).to_socket_addrs() {
+        Ok(found) => found.map(|address| address.ip()).collect(),
+        Err(error) => return Err(format!("expected an address or a name of this machine: {error}")),
+    };
+    let first = found.iter().find(|address| address.is_ipv4()).or(found.first());
+    first.copied().ok_or_else(|| "the name has no address".to_owned())
 }
 
 /// Bytes: a whole number with B, kB, MB or GB, or without.
@@ -110,6 +128,22 @@ impl ServeArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hosts_are_addresses_or_names() {
+        for (text, expected) in [
+            ("127.0.0.1", "127.0.0.1"),
+            ("::1", "::1"),
+            ("[::1]", "::1"),
+            ("0.0.0.0", "0.0.0.0"),
+            ("localhost", "127.0.0.1"),
+        ] {
+            assert_eq!(host(text).map(|address| address.to_string()).as_deref(), Ok(expected));
+        }
+        for text in ["", "two words", "http://localhost", "127.0.0.1:80"] {
+            assert!(host(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn sizes_have_units_or_none() {
