@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::Child;
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use wush_tests::{Outcome, Program, signal};
@@ -105,12 +105,32 @@ impl Server {
         Events { lines: BufReader::new(self.send("POST", path, JSON, &body.to_string())), is_in_head: true }
     }
 
+    /// Waits until a number of `/metrics` is `expected`; one that was never counted is not there.
+    pub fn wait_for(&self, name: &str, expected: f64) {
+        let clock = Instant::now();
+        while self.number(name) != Ok(expected) {
+            assert!(clock.elapsed() < PATIENCE, "{name} is not {expected}: {:?}", self.number(name));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The most memory that it has had, bytes; none where the system does not say.
+    pub fn peak_memory(&self) -> Option<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
+    }
+
     /// A number of `/metrics`.
     pub fn metric(&self, name: &str) -> f64 {
+        self.number(name).unwrap_or_else(|text| panic!("no {name} in\n{text}"))
+    }
+
+    /// The same; all of `/metrics` where it is not there.
+    fn number(&self, name: &str) -> Result<f64, String> {
         let text = self.get("/metrics").body;
         let line = text.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
-        let value = line.and_then(|line| line.rsplit(' ').next()?.parse().ok());
-        value.unwrap_or_else(|| panic!("no {name} in\n{text}"))
+        line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).ok_or(text)
     }
 
     pub fn signal(&self, name: &str) {
@@ -145,6 +165,8 @@ pub fn read(mut stream: TcpStream) -> Answer {
     // A server that closes before it has read all of a body resets the connection; what came before counts.
     let _ = stream.read_to_end(&mut bytes);
     let text = String::from_utf8(bytes).expect("UTF-8");
+    // Words before an answer.
+    let text = text.trim_start_matches("HTTP/1.1 100 Continue\r\n\r\n");
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head: {text:?}"));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("{head}"));
     let body = if head.to_ascii_lowercase().contains("transfer-encoding: chunked") {

@@ -14,4 +14,5 @@ mod http;
 mod interrupt;
 mod robust;
 mod serve;
+mod serve_clients;
 mod stages;

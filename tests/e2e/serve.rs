@@ -273,8 +273,20 @@ fn sixty_four_clients_some_of_whom_vanish_leave_nothing_behind() {
 #[test]
 fn what_cannot_be_served_is_said_in_openais_form() {
     let scratch = Scratch::new();
-    let options =
-        ["--api-key", "key-1", "--max-len", "300", "--max-body", "20kB", "--cache-memory", "2MB", "--model-name", "m"];
+    let options = [
+        "--api-key",
+        "key-1",
+        "--max-len",
+        "300",
+        "--max-body",
+        "20kB",
+        "--cache-memory",
+        "2MB",
+        "--model-name",
+        "m",
+        "--host",
+        "localhost",
+    ];
     let server = start(&scratch, &model(), &options);
     let key = format!("{JSON}Authorization: Bearer key-1\r\n");
     let long = vec![5; 301];
@@ -293,8 +305,8 @@ fn what_cannot_be_served_is_said_in_openais_form() {
         ("POST", COMPLETIONS, &key, json!({ "prompt": [4096] }), 400, "invalid_value"),
         ("POST", COMPLETIONS, &key, json!({ "prompt": vec!["a"; 129] }), 400, "invalid_value"),
         ("POST", COMPLETIONS, &key, json!({ "prompt": long }), 400, "context_length_exceeded"),
-        ("POST", COMPLETIONS, &key, json!({ "prompt": "a", "max_tokens": 301 }), 400, "context_length_exceeded"),
-        ("POST", COMPLETIONS, &key, json!({ "prompt": "a", "max_tokens": 300 }), 400, "cache_exceeded"),
+        ("POST", COMPLETIONS, &key, json!({ "prompt": "a", "max_tokens": 300 }), 400, "context_length_exceeded"),
+        ("POST", COMPLETIONS, &key, json!({ "prompt": "a", "max_tokens": 299 }), 400, "cache_exceeded"),
         ("POST", COMPLETIONS, &key, json!({ "prompt": large }), 413, "body_too_large"),
         ("POST", COMPLETIONS, &key, json!({ "prompt": "a", "model": "other" }), 404, "model_not_found"),
         ("POST", CHAT, &key, json!({ "messages": [{ "role": "user", "content": "a" }] }), 400, "no_chat_template"),
@@ -317,6 +329,7 @@ fn what_cannot_be_served_is_said_in_openais_form() {
     assert_eq!(server.get("/health").ok(), json!({ "status": "ok" }));
     let models = server.request("GET", "/v1/models", &key, "").ok();
     assert_eq!((&models["data"][0]["id"], &models["data"][0]["max_model_len"]), (&json!("m"), &json!(300)));
+    assert!(models["data"][0]["created"].as_u64() > Some(1_700_000_000), "{models}");
     assert_eq!(server.request("GET", "/v1/models/m", &key, "").ok(), models["data"][0]);
     assert_eq!(server.request("POST", COMPLETIONS, &key, &greedy("The", 5).to_string()).status, 200);
     server.stop();

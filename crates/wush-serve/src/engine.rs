@@ -52,7 +52,11 @@ pub(crate) struct Job {
 
 impl Job {
     fn is_wanted(&self) -> bool {
-        !self.told.is_closed() && !self.enough.load(Ordering::Relaxed)
+        !self.told.is_closed() && !self.has_enough()
+    }
+
+    fn has_enough(&self) -> bool {
+        self.enough.load(Ordering::Relaxed)
     }
 
     /// Who went away is noticed by [`Job::is_wanted`].
@@ -220,20 +224,20 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Frees what nobody waits for.
+    /// Frees what nobody waits for. Whose reader has read enough has ended, and not in vain.
     fn let_go(&mut self) {
-        let n_waiting = self.waiting.len();
-        self.waiting.retain(Job::is_wanted);
-        let mut n_gone = n_waiting - self.waiting.len();
+        let (waiting, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.waiting).into_iter().partition(Job::is_wanted);
+        self.waiting = waiting.into();
+        let mut n_cancelled = gone.iter().filter(|job| !job.has_enough()).count();
         let is_wanted = |sequence: &Sequence| sequence.job.is_wanted();
         let (prefilling, mut gone): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.prefilling).into_iter().partition(is_wanted);
         let (decoding, more): (Vec<_>, Vec<_>) = std::mem::take(&mut self.decoding).into_iter().partition(is_wanted);
         (self.prefilling, self.decoding) = (prefilling.into(), decoding);
         gone.extend(more);
-        n_gone += gone.len();
+        n_cancelled += gone.iter().filter(|sequence| !sequence.job.has_enough()).count();
         gone.into_iter().for_each(|sequence| self.remove(sequence.id));
-        self.metrics.n_cancelled.add(n_gone as u64);
+        self.metrics.n_cancelled.add(n_cancelled as u64);
     }
 
     /// Starts what waits, in order, while there is room.

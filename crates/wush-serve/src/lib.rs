@@ -5,7 +5,8 @@
 //!
 //! # Where things are
 //!
-//! [`serve`] in `server.rs` is the way from an address to an orderly end. `routes.rs` has the endpoints. A request goes through
+//! [`serve`] in `server.rs` is the way from an address to an orderly end; `connection.rs` watches each client and counts its
+//! requests. `routes.rs` has the endpoints. A request goes through
 //! `fields.rs` (JSON, nothing unknown), `plan.rs` (checked against the model and the limits) and `engine.rs`, the one thread that
 //! owns decoder and cache; its tokens become text in `text.rs` and JSON in `reply.rs`.
 //!
@@ -13,7 +14,7 @@
 //!
 //! - A sequence gets in any company what it gets alone, bit for bit; a reused prefix changes nothing either.
 //! - Everything is bounded: bodies, prompts, sequences at once and waiting, bytes of the cache, connections.
-//! - A client that went away is noticed between two steps, and its sequence's pages are freed.
+//! - A client that went away is noticed within a second, and its sequence's pages are freed between two steps.
 //!
 //! ```
 //! use wush_serve::{ApiKey, Limits};
@@ -24,6 +25,8 @@
 //! ```
 
 mod auth;
+mod body;
+mod connection;
 mod engine;
 mod error;
 mod fields;
@@ -35,6 +38,7 @@ mod reply;
 mod routes;
 mod score;
 mod server;
+mod stops;
 mod text;
 
 pub use auth::ApiKey;

@@ -51,6 +51,14 @@ pub(crate) const MAX_CONNECTIONS: usize = 1024;
 pub(crate) const HEAD_TIME: Duration = Duration::from_secs(60);
 /// Time that a client has to send its request's body in.
 pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
+/// Time that a client has to take something of its answer in, before it counts as gone.
+pub(crate) const TAKE_TIME: Duration = Duration::from_secs(60);
+/// The same at a server's end, and time that a last word to a client may take.
+pub(crate) const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Silence after which a stream says that it is still there: proxies end silent ones, and it shows who has gone.
+pub(crate) const SILENCE: Duration = Duration::from_secs(5);
+/// Bytes of a connection that are read ahead, a request's head among them.
+pub(crate) const MAX_BUFFER_BYTES: usize = 64 << 10;
 /// Prompts of one request.
 pub(crate) const MAX_PROMPTS: usize = 128;
 /// Alternatives that are listed of a token.
@@ -60,7 +68,11 @@ pub(crate) const MAX_STOPS: usize = 16;
 /// Bytes of such a string.
 pub(crate) const MAX_STOP_BYTES: usize = 1024;
 /// Texts that become tokens at once: work of whole cores, taken from the decoder.
-pub(crate) const MAX_ENCODERS: usize = 2;
+pub(crate) const MAX_ENCODERS: u32 = 2;
+/// Bytes of a body beyond the bound that are read all the same, so that a client that sends first and reads then has its answer.
+pub(crate) const PASSED_OVER_BYTES: usize = 16 << 20;
+/// Bytes of a body that takes all turns: what becomes of a byte of text while it is encoded takes more than a hundred.
+pub(crate) const LARGE_BODY_BYTES: usize = 256 << 10;
 /// Tokens of a completion that names no number, as OpenAI has it.
 pub(crate) const DEFAULT_COMPLETION_TOKENS: usize = 16;
 /// Tokens of a chat's answer that names no number, where so many are left.

@@ -49,28 +49,49 @@ impl Histogram {
     }
 }
 
+/// How a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Outcome {
+    /// The client was sent a whole answer.
+    Answered,
+    /// It went away before that.
+    Cancelled,
+}
+
+impl Outcome {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Answered => "answered",
+            Self::Cancelled => "cancelled",
+        }
+    }
+}
+
 /// What a server counts.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    /// By endpoint and status.
-    requests: Mutex<BTreeMap<(&'static str, u16), u64>>,
+    /// By endpoint, status and outcome.
+    requests: Mutex<BTreeMap<(&'static str, Option<u16>, Outcome), u64>>,
     pub(crate) n_prompt_tokens: Number,
     pub(crate) n_reused_tokens: Number,
     pub(crate) n_generated_tokens: Number,
     pub(crate) n_cancelled: Number,
     pub(crate) n_steps: Number,
     pub(crate) first_token: Histogram,
+    /// Whole requests for text.
+    pub(crate) request: Histogram,
     running: Number,
     waiting: Number,
 }
 
 impl Metrics {
-    pub(crate) fn count_request(&self, endpoint: &'static str, status: u16) {
+    /// A request that has ended; no status where the client went away before it had one.
+    pub(crate) fn count_request(&self, endpoint: &'static str, status: Option<u16>, outcome: Outcome) {
         let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        *requests.entry((endpoint, status)).or_default() += 1;
+        *requests.entry((endpoint, status, outcome)).or_default() += 1;
     }
 
-    /// All requests so far.
+    /// All requests that have ended.
     pub(crate) fn n_requests(&self) -> u64 {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).values().sum()
     }
@@ -83,9 +104,11 @@ impl Metrics {
     /// All of it as text; the cache's part where the engine told it.
     pub(crate) fn text(&self, census: Option<Census>, budget: u64) -> String {
         let mut page = Page(String::new());
-        page.head("wush_requests_total", "counter", "HTTP requests, by endpoint and status");
-        for ((endpoint, status), n) in &*self.requests.lock().unwrap_or_else(PoisonError::into_inner) {
-            page.line("wush_requests_total", &format!("{{endpoint=\"{endpoint}\",status=\"{status}\"}}"), n);
+        page.head("wush_requests_total", "counter", "HTTP requests that have ended, by endpoint, status and outcome");
+        for ((endpoint, status, outcome), n) in &*self.requests.lock().unwrap_or_else(PoisonError::into_inner) {
+            let (status, outcome) = (status.map_or("none".to_owned(), |status| status.to_string()), outcome.name());
+            let labels = format!("{{endpoint=\"{endpoint}\",status=\"{status}\",outcome=\"{outcome}\"}}");
+            page.line("wush_requests_total", &labels, n);
         }
         for (name, help, number) in [
             ("wush_prompt_tokens_total", "tokens of prompts that were computed", &self.n_prompt_tokens),
@@ -99,6 +122,7 @@ impl Metrics {
         page.single("wush_running_sequences", "gauge", "sequences that are computed", self.running.get());
         page.single("wush_waiting_sequences", "gauge", "sequences that wait", self.waiting.get());
         page.histogram("wush_first_token_seconds", "time from a request to its first token", &self.first_token);
+        page.histogram("wush_request_seconds", "time from a request for text to the end of its answer", &self.request);
         page.single("wush_cache_budget_bytes", "gauge", "bytes that the cache may take", budget);
         if let Some(census) = census {
             page.census(&census);
@@ -165,11 +189,13 @@ mod tests {
         for ms in [1, 30, 70_000] {
             metrics.first_token.observe(Duration::from_millis(ms));
         }
-        metrics.count_request("completions", 200);
-        metrics.count_request("completions", 200);
+        metrics.count_request("completions", Some(200), Outcome::Answered);
+        metrics.count_request("completions", Some(200), Outcome::Answered);
+        metrics.count_request("completions", None, Outcome::Cancelled);
         let text = metrics.text(None, 7);
         for line in [
-            "wush_requests_total{endpoint=\"completions\",status=\"200\"} 2",
+            "wush_requests_total{endpoint=\"completions\",status=\"200\",outcome=\"answered\"} 2",
+            "wush_requests_total{endpoint=\"completions\",status=\"none\",outcome=\"cancelled\"} 1",
             "wush_first_token_seconds_bucket{le=\"0.005\"} 1",
             "wush_first_token_seconds_bucket{le=\"0.05\"} 2",
             "wush_first_token_seconds_bucket{le=\"60\"} 2",

@@ -6,9 +6,10 @@ use std::collections::BTreeMap;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use wush_checkpoint::CheckpointError;
 use wush_checkpoint::chat::{ChatTemplate, Message};
 use wush_checkpoint::tokenizer::TextTokenizer;
-use wush_generate::{Sampler, Sampling, longest, most_bytes};
+use wush_generate::{GenerateError, Sampler, Sampling, longest, most_bytes};
 use wush_model::spec::ModelSpec;
 use wush_runtime::CacheConfig;
 
@@ -30,10 +31,21 @@ pub(crate) struct Shape {
 }
 
 /// A prompt's tokens and, for an echo, its text.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Encoded {
+    pub(crate) ids: Vec<u32>,
+    /// As it was sent; that of the tokens where they are told, too.
+    pub(crate) text: String,
+    /// Tokens before those of the text.
+    pub(crate) n_added: usize,
+}
+
+/// A prompt that can be computed.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prompt {
     pub(crate) ids: Vec<u32>,
     pub(crate) text: String,
+    pub(crate) n_added: usize,
     /// Tokens to add at most.
     pub(crate) max_new: usize,
     /// Bytes that the sequence may take in the cache.
@@ -65,13 +77,10 @@ impl Options {
     }
 }
 
-/// A prompt as it is sent.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-pub(crate) enum PromptField {
-    Text(String),
+/// Prompts as they are sent.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Prompts {
     Texts(Vec<String>),
-    Ids(Vec<u32>),
     IdLists(Vec<Vec<u32>>),
 }
 
@@ -109,18 +118,18 @@ struct StreamOptions {
 ///
 /// # Errors
 /// 400, with the field at fault; 404 for another model than `names`.
-pub(crate) fn completion(body: &[u8], names: &[String]) -> Result<(PromptField, Options), ApiError> {
+pub(crate) fn completion(body: &[u8], names: &[String]) -> Result<(Prompts, Options), ApiError> {
     let mut fields = Fields::parse(body)?;
     check_model(&mut fields, names)?;
-    let expected = "text, a list of texts, a list of token ids, or a list of such lists";
-    let prompt = fields.take("prompt", expected)?.ok_or_else(|| missing("prompt"))?;
+    let prompt = fields.take("prompt", "")?.ok_or_else(|| missing("prompt"))?;
+    let prompts = Prompts::of(prompt)?;
     let max_new = fields.count("max_tokens", usize::MAX)?.or(Some(DEFAULT_COMPLETION_TOKENS));
     let n_top = fields.count("logprobs", MAX_LOGPROBS)?;
     let echoes = fields.flag("echo")?;
     fields.neutral(&[("best_of", &[json!(1)]), ("suffix", &[json!("")])])?;
     let options = Options { max_new, n_top, echoes, ..common(&mut fields)? };
     fields.finish()?;
-    Ok((prompt, options))
+    Ok((prompts, options))
 }
 
 /// `/v1/chat/completions`: the messages and how to go on.
@@ -205,8 +214,12 @@ fn sampler(fields: &mut Fields) -> Result<(Sampler, bool), ApiError> {
     let sampling = Sampling { temperature, top_k, top_p, seed };
     // A temperature of 0 looks at nothing else; clients send top_p beside it all the same.
     let sampler = Sampler::new(sampling).map_err(|error| {
-        let message = error.to_string().replace("top-p", "top_p").replace("top-k", "top_k");
-        ApiError::invalid(None, message)
+        let field = match error {
+            GenerateError::Setting { setting: "top-p", .. } => "top_p",
+            GenerateError::Setting { setting: "top-k", .. } => "top_k",
+            _ => "temperature",
+        };
+        ApiError::invalid(field, error.to_string().replace("top-p", "top_p").replace("top-k", "top_k"))
     })?;
     Ok((sampler, is_seeded))
 }
@@ -289,84 +302,159 @@ fn message(field: MessageField) -> Result<Message, ApiError> {
     Ok(Message { role, content })
 }
 
-impl PromptField {
+impl Prompts {
+    /// One text or list of ids, or several, at least one.
+    ///
+    /// # Errors
+    /// 400.
+    fn of(value: Value) -> Result<Self, ApiError> {
+        let expected = "prompt: expected text, a list of texts, a list of token ids, or a list of such lists";
+        let wrong = || ApiError::invalid("prompt", expected);
+        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids = |list: &Vec<Value>| list.iter().map(id).collect::<Option<Vec<u32>>>();
+        let found = match value {
+            Value::String(text) => Some(Self::Texts(vec![text])),
+            Value::Array(list) if list.first().is_some_and(Value::is_number) => {
+                ids(&list).map(|ids| Self::IdLists(vec![ids]))
+            }
+            Value::Array(list) if !(1..=MAX_PROMPTS).contains(&list.len()) => {
+                let message = format!("prompt: expected 1 to {MAX_PROMPTS} prompts, found {}", list.len());
+                return Err(ApiError::invalid("prompt", message));
+            }
+            Value::Array(list) if list[0].is_array() => {
+                let lists = list.iter().map(|value| value.as_array().and_then(ids)).collect::<Option<_>>();
+                lists.map(Self::IdLists)
+            }
+            Value::Array(list) => {
+                let text = |value| if let Value::String(text) = value { Some(text) } else { None };
+                list.into_iter().map(text).collect::<Option<_>>().map(Self::Texts)
+            }
+            _ => None,
+        };
+        found.ok_or_else(wrong)
+    }
+
     /// Prompts of tokens: text is encoded as `wush generate` does it, and token ids are taken as they are.
     ///
     /// # Errors
     /// 400.
-    pub(crate) fn encode(self, tokenizer: &TextTokenizer, echoes: bool) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
+    pub(crate) fn encode(
+        self,
+        tokenizer: &TextTokenizer,
+        shape: &Shape,
+        options: &Options,
+    ) -> Result<Vec<Encoded>, ApiError> {
+        // Tokens say where in the text they begin: it must be their own, whatever the tokenizer makes of what was sent.
+        let decodes = options.echoes && options.n_top.is_some();
         let of_text = |text: String| {
-            let ids = tokenizer.encode(&text).map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
-            Ok((tokenizer.bos().into_iter().chain(ids).collect(), text))
+            let tokens = shape.encode(tokenizer, &text, "prompt")?;
+            let text = if decodes { decode(tokenizer, &tokens)? } else { text };
+            let added = tokenizer.bos();
+            let ids = added.into_iter().chain(tokens).collect();
+            Ok(Encoded { ids, text, n_added: added.iter().count() })
         };
         let of_ids = |ids: Vec<u32>| {
-            let text = if echoes { tokenizer.decode(&ids) } else { Ok(String::new()) };
-            let text = text.map_err(|error| ApiError::invalid("prompt", error.to_string()))?;
-            Ok((ids, text))
+            let text = if options.echoes { decode(tokenizer, &ids)? } else { String::new() };
+            Ok(Encoded { ids, text, n_added: 0 })
         };
         match self {
-            Self::Text(text) => Ok(vec![of_text(text)?]),
-            Self::Texts(texts) => bounded(texts)?.into_iter().map(of_text).collect(),
-            Self::Ids(ids) => Ok(vec![of_ids(ids)?]),
-            Self::IdLists(lists) => bounded(lists)?.into_iter().map(of_ids).collect(),
+            Self::Texts(texts) => texts.into_iter().map(of_text).collect(),
+            Self::IdLists(lists) => lists.into_iter().map(of_ids).collect(),
         }
     }
 }
 
-fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, ApiError> {
-    match prompts.len() {
-        1..=MAX_PROMPTS => Ok(prompts),
-        n => Err(ApiError::invalid("prompt", format!("prompt: expected 1 to {MAX_PROMPTS} prompts, found {n}"))),
-    }
+fn decode(tokenizer: &TextTokenizer, ids: &[u32]) -> Result<String, ApiError> {
+    tokenizer.decode(ids).map_err(|error| refused("prompt", error))
+}
+
+/// What the tokenizer or the template says of a field; the client is not told where on the server they lie.
+fn refused(field: &'static str, error: CheckpointError) -> ApiError {
+    let detail = match error {
+        CheckpointError::Tokenizer { detail, .. } => format!("the tokenizer: {detail}"),
+        CheckpointError::ChatTemplate { detail, .. } => format!("the chat template: {detail}"),
+        error => error.to_string(),
+    };
+    ApiError::invalid(field, format!("{field}: {detail}"))
 }
 
 /// A chat's tokens.
 ///
 /// # Errors
-/// 400 for messages that the template refuses.
+/// 400 for messages that the template refuses, and far too long ones.
 pub(crate) fn encode_chat(
     template: &ChatTemplate,
     tokenizer: &TextTokenizer,
+    shape: &Shape,
     messages: &[Message],
-) -> Result<(Vec<u32>, String), ApiError> {
+) -> Result<Encoded, ApiError> {
     let text = template.render(messages, std::time::SystemTime::now());
-    let encoded = text.and_then(|text| tokenizer.encode(&text));
-    Ok((encoded.map_err(|error| ApiError::invalid("messages", error.to_string()))?, String::new()))
+    let ids = shape.encode(tokenizer, &text.map_err(|error| refused("messages", error))?, "messages")?;
+    Ok(Encoded { ids, ..Encoded::default() })
 }
 
 impl Shape {
-    /// A prompt that the model and the cache have room for. `max_new` is what was asked for; without it a chat's answer has what
-    /// is left, up to a bound.
+    /// Most tokens that a sequence can have, whatever its prompt.
+    pub(crate) fn longest(&self) -> usize {
+        self.spec.max_position_embeddings.min(self.limits.max_len.unwrap_or(usize::MAX))
+    }
+
+    /// A text's tokens, at most as many as fit: one that is far too long is refused before it is encoded, and of several texts
+    /// the first that is too long before the next.
+    fn encode(&self, tokenizer: &TextTokenizer, text: &str, field: &'static str) -> Result<Vec<u32>, ApiError> {
+        let most = self.longest();
+        let failed = |error| refused(field, error);
+        let over = |found: String| too_long(field, format!("{found} tokens of {field}, at most {most} fit"));
+        if tokenizer.is_far_over(text, most).map_err(failed)? {
+            return Err(over(format!("more than {most}")));
+        }
+        let ids = tokenizer.encode(text).map_err(failed)?;
+        if ids.len() > most { Err(over(ids.len().to_string())) } else { Ok(ids) }
+    }
+
+    /// A prompt that the model and the cache have room for, sent as `field`. `max_new` is what was asked for; without it a chat's
+    /// answer has what is left, up to a bound.
     ///
     /// # Errors
     /// 400: no tokens, ids that the model does not have, more tokens than it reaches or the cache holds.
-    pub(crate) fn prompt(&self, (ids, text): (Vec<u32>, String), max_new: Option<usize>) -> Result<Prompt, ApiError> {
+    pub(crate) fn prompt(
+        &self,
+        prompt: Encoded,
+        max_new: Option<usize>,
+        field: &'static str,
+    ) -> Result<Prompt, ApiError> {
+        let Encoded { ids, text, n_added } = prompt;
         let n_prompt = ids.len();
         if n_prompt == 0 {
-            return Err(ApiError::invalid("prompt", "the prompt is empty"));
+            return Err(ApiError::invalid(field, format!("{field}: no tokens")));
         }
         if let Some(id) = ids.iter().find(|&&id| id as usize >= self.spec.vocab_size) {
-            let message = format!("prompt: token id {id} is not below the vocabulary size {}", self.spec.vocab_size);
-            return Err(ApiError::invalid("prompt", message));
+            let message = format!("{field}: token id {id} is not below the vocabulary size {}", self.spec.vocab_size);
+            return Err(ApiError::invalid(field, message));
         }
-        let longest = longest(&self.spec, n_prompt).min(self.limits.max_len.unwrap_or(usize::MAX));
+        let longest = longest(&self.spec, n_prompt).min(self.longest());
+        let room = longest.checked_sub(n_prompt);
+        // What was not asked for is a token at least: an answer without any is none.
+        let max_new = max_new.unwrap_or_else(|| room.map_or(1, |room| room.clamp(1, DEFAULT_CHAT_TOKENS)));
+        if room.is_none_or(|room| max_new > room) {
+            let message = format!("{n_prompt} tokens of {field} and {max_new} to come, at most {longest} fit");
+            return Err(too_long(field, message));
+        }
         // The last token is never fed back.
-        let room = (longest + 1).checked_sub(n_prompt);
-        let max_new = max_new.or_else(|| room.map(|room| room.min(DEFAULT_CHAT_TOKENS))).unwrap_or(0);
-        if room.is_none_or(|room| n_prompt > longest || max_new > room) {
-            let message = format!("{n_prompt} tokens of prompt and {max_new} to come, at most {longest} fit");
-            return Err(ApiError { code: "context_length_exceeded", ..ApiError::invalid("prompt", message) });
-        }
         let n_tokens = n_prompt + max_new.saturating_sub(1);
         let n_bytes = most_bytes(&self.config, n_tokens, self.limits.chunk);
         let n_bytes = n_bytes.map_err(|error| ApiError::internal(error.to_string()))?;
         let budget = self.limits.max_cache_bytes;
         if n_bytes > budget {
             let message = format!("{n_tokens} tokens may take {n_bytes} bytes of the cache, which has {budget}");
-            return Err(ApiError { code: "cache_exceeded", ..ApiError::invalid("prompt", message) });
+            return Err(ApiError { code: "cache_exceeded", ..ApiError::invalid(field, message) });
         }
-        Ok(Prompt { ids, text, max_new, n_bytes })
+        Ok(Prompt { ids, text, n_added, max_new, n_bytes })
     }
+}
+
+fn too_long(field: &'static str, message: String) -> ApiError {
+    ApiError { code: "context_length_exceeded", ..ApiError::invalid(field, message) }
 }
 
 #[cfg(test)]
@@ -381,8 +469,8 @@ mod tests {
     fn what_lm_eval_sends_is_understood() {
         let body = br#"{"prompt": [[1, 2], [3]], "model": "m", "max_tokens": 1, "temperature": 0, "logprobs": 1,
             "seed": 1234, "echo": true}"#;
-        let (prompt, options) = completion(body, &names()).expect("valid");
-        assert!(matches!(prompt, PromptField::IdLists(lists) if lists == [vec![1, 2], vec![3]]));
+        let (prompts, options) = completion(body, &names()).expect("valid");
+        assert_eq!(prompts, Prompts::IdLists(vec![vec![1, 2], vec![3]]));
         assert_eq!((options.max_new, options.n_top, options.echoes, options.streams), (Some(1), Some(1), true, false));
     }
 
@@ -392,7 +480,11 @@ mod tests {
             (r#"{}"#, "prompt"),
             (r#"{"prompt": 3}"#, "prompt"),
             (r#"{"prompt": [1, -2]}"#, "prompt"),
-            (r#"{"prompt": "a", "model": "other"}"#, "model"),
+            (r#"{"prompt": []}"#, "prompt"),
+            (r#"{"prompt": ["a", 1]}"#, "prompt"),
+            (r#"{"prompt": [[1], "a"]}"#, "prompt"),
+            (r#"{"prompt": [1, [1]]}"#, "prompt"),
+            (r#"{"prompt": [4294967296]}"#, "prompt"),
             (r#"{"prompt": "a", "max_tokens": -1}"#, "max_tokens"),
             (r#"{"prompt": "a", "max_tokens": 1.5}"#, "max_tokens"),
             (r#"{"prompt": "a", "logprobs": 21}"#, "logprobs"),
@@ -407,13 +499,14 @@ mod tests {
             (r#"{"prompt": "a", "stream": 1}"#, "stream"),
             (r#"{"prompt": "a", "stream_options": {"x": 1}}"#, "stream_options"),
             (r#"{"prompt": "a", "colour": "red"}"#, "colour"),
+            (r#"{"prompt": "a", "temperature": -1}"#, "temperature"),
+            (r#"{"prompt": "a", "top_p": 0}"#, "top_p"),
         ] {
             let error = completion(body.as_bytes(), &names()).expect_err(body);
-            assert_eq!(error.param.as_deref(), Some(param), "{body}: {error:?}");
+            assert_eq!((error.status, error.param.as_deref()), (StatusCode::BAD_REQUEST, Some(param)), "{error:?}");
         }
-        for body in [r#"{"prompt": "a", "temperature": -1}"#, r#"{"prompt": "a", "top_p": 0}"#] {
-            assert_eq!(completion(body.as_bytes(), &names()).expect_err(body).status, StatusCode::BAD_REQUEST);
-        }
+        let other = completion(br#"{"prompt": "a", "model": "other"}"#, &names()).expect_err("another model");
+        assert_eq!((other.status, other.param.as_deref()), (StatusCode::NOT_FOUND, Some("model")));
     }
 
     /// Without a seed the texts of a request are samples; with one, each is the text that it is alone.

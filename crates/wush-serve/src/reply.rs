@@ -41,6 +41,18 @@ pub(crate) struct Piece {
     pub(crate) finish: Option<Finish>,
 }
 
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+impl Piece {
+    /// Whether it says nothing.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.finish.is_none() && self.text.is_empty() && self.entries.as_ref().is_none_or(Vec::is_empty)
+    }
+}
+
 impl Usage {
     fn json(self) -> Value {
         let Self { n_prompt, n_reused, n_new } = self;
@@ -59,8 +71,7 @@ impl Heading {
             Form::Completion => "cmpl",
             Form::Chat => "chatcmpl",
         };
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        Self { form, id: format!("{prefix}-{number:016x}"), model: model.to_owned(), created }
+        Self { form, id: format!("{prefix}-{number:016x}"), model: model.to_owned(), created: now() }
     }
 
     /// A whole answer.

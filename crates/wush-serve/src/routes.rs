@@ -1,5 +1,5 @@
-//! The endpoints. Enters: HTTP requests. Leaves: answers, whole or as server-sent events. A request's way: key, body (bounded in
-//! bytes and time), plan, engine, text.
+//! The endpoints. Enters: HTTP requests. Leaves: answers, whole or as server-sent events. A request's way: key, body, plan, engine,
+//! text.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,16 +20,20 @@ use wush_checkpoint::chat::ChatTemplate;
 use wush_checkpoint::tokenizer::TextTokenizer;
 
 use crate::auth::ApiKey;
+use crate::body::read_body;
 use crate::engine::{Census, Finish, Job, Message, Told};
 use crate::error::ApiError;
-use crate::limits::{BODY_TIME, MAX_ENCODERS};
+use crate::limits::{LARGE_BODY_BYTES, MAX_ENCODERS, SILENCE};
 use crate::metrics::Metrics;
-use crate::plan::{self, Options, Prompt, Shape, no_model};
+use crate::plan::{self, Encoded, Options, Prompt, Shape, no_model};
 use crate::reply::{Form, Heading, Piece, Usage};
+use crate::stops::Stops;
 use crate::text::{Delta, Writer, prompt_entries};
 
 /// Pieces of a stream that wait for a slow reader; more wait as tokens.
 const PIECES_AHEAD: usize = 16;
+/// A comment among server-sent events, which clients pass over.
+const WAITING: &[u8] = b": waiting\n\n";
 
 /// What all requests share.
 pub(crate) struct App {
@@ -45,8 +49,10 @@ pub(crate) struct App {
     pub(crate) encoders: Arc<Semaphore>,
     pub(crate) metrics: Arc<Metrics>,
     /// Whether the server was asked to stop, or the engine is gone.
-    pub(crate) stops: Arc<AtomicBool>,
+    pub(crate) stops: Arc<Stops>,
     pub(crate) number: AtomicU64,
+    /// When the server started, seconds since 1970.
+    pub(crate) started: u64,
 }
 
 type Shared = State<Arc<App>>;
@@ -67,30 +73,19 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     router.layer(middleware::from_fn_with_state(app.clone(), guard)).with_state(app)
 }
 
-/// Before and after every endpoint: the key, and the count of requests.
+/// Before every endpoint: the key.
 async fn guard(State(app): Shared, request: Request, next: Next) -> Response {
-    let endpoint = match request.uri().path() {
-        "/health" => "health",
-        "/metrics" => "metrics",
-        "/v1/completions" => "completions",
-        "/v1/chat/completions" => "chat",
-        path if path.starts_with("/v1/models") => "models",
-        _ => "other",
-    };
     let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let is_let_in = endpoint == "health" || app.key.as_ref().is_none_or(|key| key.is_in(sent));
-    let response = if is_let_in {
-        next.run(request).await
-    } else {
-        let message = "the request has no valid key: send Authorization: Bearer KEY";
-        ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message).into_response()
-    };
-    app.metrics.count_request(endpoint, response.status().as_u16());
-    response
+    let is_let_in = request.uri().path() == "/health" || app.key.as_ref().is_none_or(|key| key.is_in(sent));
+    if is_let_in {
+        return next.run(request).await;
+    }
+    let message = "the request has no valid key: send Authorization: Bearer KEY";
+    ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message).into_response()
 }
 
 async fn health(State(app): Shared) -> Response {
-    if app.stops.load(Ordering::Relaxed) {
+    if app.stops.is_set() {
         return ApiError::stopping().into_response();
     }
     json_response(&json!({ "status": "ok" }))
@@ -113,77 +108,40 @@ async fn model(State(app): Shared, Path(name): Path<String>) -> Result<Response,
 }
 
 async fn completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
-    let body = read_body(request, app.shape.limits.max_body_bytes).await?;
-    let (app, prompts, options) = encoding(app, move |app| {
-        let (prompt, options) = plan::completion(&body, &app.names)?;
-        let prompts = prompt.encode(&app.tokenizer, options.echoes)?;
-        app.prompts(prompts, options)
+    let body = read_body(request, app.shape.limits.max_body_bytes, &app.stops).await?;
+    let (app, prompts, options) = encoding(app, body.len(), move |app| {
+        let (prompts, options) = plan::completion(&body, &app.names)?;
+        let prompts = prompts.encode(&app.tokenizer, &app.shape, &options)?;
+        app.prompts("prompt", prompts, options)
     })
     .await?;
     answer(app, Form::Completion, prompts, options).await
 }
 
 async fn chat_completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
-    let body = read_body(request, app.shape.limits.max_body_bytes).await?;
-    let (app, prompts, options) = encoding(app, move |app| {
+    let body = read_body(request, app.shape.limits.max_body_bytes, &app.stops).await?;
+    let (app, prompts, options) = encoding(app, body.len(), move |app| {
         let (messages, options) = plan::chat(&body, &app.names)?;
         let Some(template) = &app.template else {
             let message = "the model has no chat template: send text to /v1/completions";
             return Err(ApiError { code: "no_chat_template", ..ApiError::invalid("messages", message) });
         };
-        app.prompts(vec![plan::encode_chat(template, &app.tokenizer, &messages)?], options)
+        let prompt = plan::encode_chat(template, &app.tokenizer, &app.shape, &messages)?;
+        app.prompts("messages", vec![prompt], options)
     })
     .await?;
     answer(app, Form::Chat, prompts, options).await
 }
 
-/// A body that is JSON, of at most `most` bytes, and comes in time. A type of content that a page of another origin can send
-/// without asking is refused with all others.
-async fn read_body(request: Request, most: usize) -> Result<Bytes, ApiError> {
-    let (head, body) = request.into_parts();
-    let of_header = |name| head.headers.get(name).and_then(|value: &header::HeaderValue| value.to_str().ok());
-    let kind = of_header(header::CONTENT_TYPE).and_then(|kind| kind.split(';').next()).unwrap_or_default();
-    if !kind.trim().eq_ignore_ascii_case("application/json") {
-        let message = "the body must be JSON: send Content-Type: application/json";
-        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "not_json", message));
-    }
-    let too_large = || {
-        let message = format!("the body has more than {most} bytes");
-        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
-    };
-    let length = of_header(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
-    if length.is_some_and(|length| length > most as u64) {
-        return Err(too_large());
-    }
-    // One byte more than may be, so that too large differs from cut off.
-    let reading = axum::body::to_bytes(body, most.saturating_add(1));
-    match tokio::time::timeout(BODY_TIME, reading).await {
-        Ok(Ok(body)) if body.len() <= most => Ok(body),
-        Ok(Ok(_)) => Err(too_large()),
-        Ok(Err(error)) if is_over_limit(&error) => Err(too_large()),
-        Ok(Err(_)) => Err(ApiError::invalid(None, "the body was cut off, or is no chunked body")),
-        Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", "the body did not come in time")),
-    }
-}
-
-/// Whether a body had more bytes than were to be read.
-fn is_over_limit(error: &axum::Error) -> bool {
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(error) = cause {
-        if error.is::<http_body_util::LengthLimitError>() {
-            return true;
-        }
-        cause = error.source();
-    }
-    false
-}
-
-/// Runs `work`, which takes a core's time, beside the threads that answer; so much of it at once, and no more.
+/// Runs `work` on a body of `n_bytes`, which takes a core's time and memory, beside the threads that answer; so much of it at
+/// once, and no more.
 async fn encoding<T: Send + 'static, U: Send + 'static>(
     app: Arc<App>,
+    n_bytes: usize,
     work: impl FnOnce(&App) -> Result<(T, U), ApiError> + Send + 'static,
 ) -> Result<(Arc<App>, T, U), ApiError> {
-    let turn = app.encoders.clone().acquire_owned().await.map_err(|_| ApiError::stopping())?;
+    let n_turns = if n_bytes > LARGE_BODY_BYTES { MAX_ENCODERS } else { 1 };
+    let turn = app.encoders.clone().acquire_many_owned(n_turns).await.map_err(|_| ApiError::stopping())?;
     let shared = app.clone();
     // A client that goes away ends this future and not the work: the turn is the work's.
     let run = move || {
@@ -199,7 +157,7 @@ async fn encoding<T: Send + 'static, U: Send + 'static>(
 impl App {
     /// Encoders' turns.
     pub(crate) fn turns() -> Arc<Semaphore> {
-        Arc::new(Semaphore::new(MAX_ENCODERS))
+        Arc::new(Semaphore::new(MAX_ENCODERS as usize))
     }
 
     async fn census(&self) -> Option<Census> {
@@ -209,19 +167,24 @@ impl App {
     }
 
     fn model_card(&self) -> Value {
-        let limits = &self.shape.limits;
-        let longest = self.shape.spec.max_position_embeddings.min(limits.max_len.unwrap_or(usize::MAX));
-        json!({ "id": self.names[0], "object": "model", "created": 0, "owned_by": "wush", "max_model_len": longest })
+        let (id, created, longest) = (&self.names[0], self.started, self.shape.longest());
+        json!({ "id": id, "object": "model", "created": created, "owned_by": "wush", "max_model_len": longest })
     }
 
-    fn prompts(&self, prompts: Vec<(Vec<u32>, String)>, options: Options) -> Result<(Vec<Prompt>, Options), ApiError> {
-        let checked = prompts.into_iter().map(|prompt| self.shape.prompt(prompt, options.max_new));
+    /// What was sent as `field`, checked.
+    fn prompts(
+        &self,
+        field: &'static str,
+        prompts: Vec<Encoded>,
+        options: Options,
+    ) -> Result<(Vec<Prompt>, Options), ApiError> {
+        let checked = prompts.into_iter().map(|prompt| self.shape.prompt(prompt, options.max_new, field));
         Ok((checked.collect::<Result<_, _>>()?, options))
     }
 
     /// Hands prompts to the engine, all or none.
     fn submit(&self, prompts: &[Prompt], options: &Options) -> Result<Answer, ApiError> {
-        if self.stops.load(Ordering::Relaxed) {
+        if self.stops.is_set() {
             return Err(ApiError::stopping());
         }
         let most = self.shape.limits.max_sequences();
@@ -297,11 +260,6 @@ async fn whole(
         }
         of.finish = of.finish.or(piece.finish);
     }
-    // Tokens of a stop string are no part of the text.
-    for piece in whole.iter_mut().filter(|_| !options.stops.is_empty()) {
-        let n_chars = piece.text.chars().count();
-        piece.entries.iter_mut().for_each(|entries| entries.retain(|entry| entry.offset < n_chars));
-    }
     Ok(json_response(&heading.whole(whole, texts.usage)))
 }
 
@@ -319,11 +277,12 @@ async fn stream(
             tell(&pieces, &opening).await?;
         }
         loop {
-            match texts.next().await {
-                Ok(Some(piece)) if piece.finish.is_none() && piece.text.is_empty() && piece.entries.is_none() => {}
-                Ok(Some(piece)) => tell(&pieces, &heading.piece(piece)).await?,
-                Ok(None) => break,
-                Err(error) => return tell(&pieces, &error.body()).await,
+            match tokio::time::timeout(SILENCE, texts.next()).await {
+                Ok(Ok(Some(piece))) if piece.is_empty() => {}
+                Ok(Ok(Some(piece))) => tell(&pieces, &heading.piece(piece)).await?,
+                Ok(Ok(None)) => break,
+                Ok(Err(error)) => return tell(&pieces, &error.body()).await,
+                Err(_) => pieces.send(Bytes::from_static(WAITING)).await.ok()?,
             }
         }
         if options.tells_usage {
@@ -389,9 +348,11 @@ impl<'a> Texts<'a> {
                 if !self.options.echoes {
                     return Ok(None);
                 }
-                let Prompt { ids, text, .. } = &self.prompts[index];
-                let entries =
-                    if scores { prompt_entries(&self.app.tokenizer, ids, scored).map_err(failed)? } else { Vec::new() };
+                let Prompt { ids, text, n_added, .. } = &self.prompts[index];
+                let entries = match scores {
+                    true => prompt_entries(&self.app.tokenizer, ids, *n_added, scored).map_err(failed)?,
+                    false => Vec::new(),
+                };
                 (Delta { text: text.clone(), entries, is_stopped: false }, None)
             }
             Told::Token { id, scored } => {

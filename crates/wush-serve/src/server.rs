@@ -4,15 +4,13 @@
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use axum::Router;
 use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioTimer;
 use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 use wush_checkpoint::chat::ChatTemplate;
@@ -22,19 +20,20 @@ use wush_generate::Batch;
 use wush_runtime::CacheConfig;
 
 use crate::auth::ApiKey;
+use crate::connection::{Host, converse};
 use crate::engine::{Engine, Message};
 use crate::error::{Result, ServeError};
-use crate::limits::{HEAD_TIME, Limits, MAX_CONNECTIONS};
+use crate::limits::{HEAD_TIME, LAST_WORDS, Limits, MAX_BUFFER_BYTES, MAX_CONNECTIONS};
 use crate::metrics::Metrics;
 use crate::plan::{Shape, fresh_seed};
+use crate::reply::now;
 use crate::routes::{App, router};
+use crate::stops::Stops;
 
 /// Threads that answer; the engine's work runs on the process's pool.
 const ANSWERING_THREADS: usize = 2;
 /// How often the server looks whether it is to stop.
 const WATCH: Duration = Duration::from_millis(50);
-/// Time that a last word to a client may take.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Pause after the system had no room for a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -110,6 +109,7 @@ pub fn serve(served: Served<'_>, settings: Settings, monitor: &dyn Monitor) -> R
         metrics: metrics.clone(),
         stops: Arc::default(),
         number: AtomicU64::new(fresh_seed()),
+        started: now(),
     });
     monitor.note(&format!("listening  on http://{address}"));
     let cache_bytes_left = std::thread::scope(|scope| {
@@ -139,11 +139,11 @@ pub fn serve(served: Served<'_>, settings: Settings, monitor: &dyn Monitor) -> R
 }
 
 /// Tells all others when the engine ends, even by a panic.
-struct StopsAtEnd(Arc<AtomicBool>);
+struct StopsAtEnd(Arc<Stops>);
 
 impl Drop for StopsAtEnd {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.set();
     }
 }
 
@@ -162,11 +162,14 @@ fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
 fn answer(runtime: &Runtime, listener: TcpListener, app: &Arc<App>, monitor: &dyn Monitor) {
     runtime.block_on(async {
         let connections = GracefulShutdown::new();
+        let (metrics, stops) = (app.metrics.clone(), app.stops.clone());
+        let host = Arc::new(Host { router: router(app.clone()), metrics, stops });
         tokio::select! {
-            () = accept(listener, router(app.clone()), &connections) => {}
-            () = asked_to_stop(app, monitor) => {}
+            () = accept(listener, host, &connections) => {}
+            () = asked_to_stop(monitor) => {}
+            () = app.stops.wait() => {}
         }
-        app.stops.store(true, Ordering::Relaxed);
+        app.stops.set();
         let _ = app.engine.send(Message::Drain);
         let mut ended = pin!(connections.shutdown());
         if tokio::time::timeout(app.shape.limits.grace, &mut ended).await.is_err() {
@@ -177,11 +180,11 @@ fn answer(runtime: &Runtime, listener: TcpListener, app: &Arc<App>, monitor: &dy
 }
 
 /// Takes connections, so many at once and no more, each with time to send a request's head.
-async fn accept(listener: TcpListener, router: Router, connections: &GracefulShutdown) {
+async fn accept(listener: TcpListener, host: Arc<Host>, connections: &GracefulShutdown) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME);
+    http.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(MAX_BUFFER_BYTES);
     // Who has sent a request may close that side, and is answered.
     http.half_close(true);
     loop {
@@ -193,18 +196,16 @@ async fn accept(listener: TcpListener, router: Router, connections: &GracefulShu
         };
         // Tokens are small and must not wait for each other.
         let _ = stream.set_nodelay(true);
-        let service = TowerToHyperService::new(router.clone());
-        let connection = connections.watch(http.serve_connection(TokioIo::new(stream), service));
+        let conversation = converse(stream, http.clone(), host.clone(), connections.watcher());
         tokio::spawn(async move {
-            // A connection that broke concerns nobody else.
-            let _ = connection.await;
+            conversation.await;
             drop(place);
         });
     }
 }
 
-async fn asked_to_stop(app: &App, monitor: &dyn Monitor) {
-    while !monitor.interrupted() && !app.stops.load(Ordering::Relaxed) {
+async fn asked_to_stop(monitor: &dyn Monitor) {
+    while !monitor.interrupted() {
         tokio::time::sleep(WATCH).await;
     }
 }

@@ -45,12 +45,17 @@ pub(crate) struct Writer<'a> {
     held: String,
     /// Characters of all text, with what is held.
     n_chars: usize,
+    /// Characters of the text that is out.
+    n_out: usize,
+    /// Tokens of which nothing is out yet, in order: a stop string may cut them off.
+    pending: Vec<Entry>,
 }
 
 impl<'a> Writer<'a> {
     /// Text after a prompt, of which `n_chars` characters stand before it.
     pub(crate) fn new(tokenizer: &'a TextTokenizer, prompt: &[u32], n_chars: usize, stops: &'a [String]) -> Self {
-        Self { tokenizer, stream: TextStream::after(tokenizer, prompt), stops, held: String::new(), n_chars }
+        let stream = TextStream::after(tokenizer, prompt);
+        Self { tokenizer, stream, stops, held: String::new(), n_chars, n_out: n_chars, pending: Vec::new() }
     }
 
     /// One token more. After a delta that is stopped nothing may follow.
@@ -58,10 +63,11 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// `Tokenizer`.
     pub(crate) fn push(&mut self, id: u32, scored: Option<Scored>) -> Result<Delta> {
-        let entry = scored.map(|scored| entry(self.tokenizer, id, Some(scored), self.n_chars)).transpose()?;
+        if let Some(scored) = scored {
+            self.pending.push(entry(self.tokenizer, id, Some(scored), self.n_chars)?);
+        }
         let text = self.stream.push(id)?;
-        let delta = self.release(&text);
-        Ok(Delta { entries: entry.into_iter().collect(), ..delta })
+        Ok(self.release(&text))
     }
 
     /// What is left at the end.
@@ -70,11 +76,12 @@ impl<'a> Writer<'a> {
     /// As [`Writer::push`].
     pub(crate) fn finish(mut self) -> Result<Delta> {
         let rest = std::mem::replace(&mut self.stream, TextStream::after(self.tokenizer, &[])).finish()?;
-        let delta = self.release(&rest);
-        if delta.is_stopped {
-            return Ok(delta);
+        let mut delta = self.release(&rest);
+        if !delta.is_stopped {
+            delta.text += &self.held;
+            delta.entries.append(&mut self.pending);
         }
-        Ok(Delta { text: delta.text + &self.held, ..delta })
+        Ok(delta)
     }
 
     /// Adds `text` to what is held, and lets go of what begins no stop string.
@@ -84,29 +91,48 @@ impl<'a> Writer<'a> {
         let found = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
         if let Some(at) = found {
             self.held.truncate(at);
-            return Delta { text: std::mem::take(&mut self.held), is_stopped: true, ..Delta::default() };
+            return Delta { is_stopped: true, ..self.let_out(at) };
         }
         let begins = |at: &usize| self.stops.iter().any(|stop| stop.starts_with(&self.held[*at..]));
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         let first = self.held.len().saturating_sub(longest);
         let keep = self.held.char_indices().map(|(at, _)| at).filter(|&at| at >= first).find(begins);
-        let kept = self.held.split_off(keep.unwrap_or(self.held.len()));
-        Delta { text: std::mem::replace(&mut self.held, kept), ..Delta::default() }
+        self.let_out(keep.unwrap_or(self.held.len()))
+    }
+
+    /// The first `n_bytes` of what is held, and the tokens that begin in it. Where nothing can be cut off, all tokens.
+    fn let_out(&mut self, n_bytes: usize) -> Delta {
+        let kept = self.held.split_off(n_bytes);
+        let text = std::mem::replace(&mut self.held, kept);
+        self.n_out += text.chars().count();
+        let is_out = |entry: &Entry| self.stops.is_empty() || entry.offset < self.n_out;
+        let n_out = self.pending.partition_point(is_out);
+        Delta { text, entries: self.pending.drain(..n_out).collect(), is_stopped: false }
     }
 }
 
-/// The tokens of a prompt; `scored` is of all but the first.
+/// The tokens of a prompt; `scored` is of all but the first. The first `n_added` stand before its text, of which they are no
+/// part; all others are, special ones included.
 ///
 /// # Errors
 /// `Tokenizer`.
-pub(crate) fn prompt_entries(tokenizer: &TextTokenizer, ids: &[u32], scored: Vec<Scored>) -> Result<Vec<Entry>> {
-    let mut writer = Writer::new(tokenizer, &[], 0, &[]);
+pub(crate) fn prompt_entries(
+    tokenizer: &TextTokenizer,
+    ids: &[u32],
+    n_added: usize,
+    scored: Vec<Scored>,
+) -> Result<Vec<Entry>> {
+    let mut stream = TextStream::verbatim(tokenizer);
+    let mut n_chars = 0;
     let scored = std::iter::once(None).chain(scored.into_iter().map(Some));
     ids.iter()
         .zip(scored)
-        .map(|(&id, scored)| {
-            let entry = entry(tokenizer, id, scored, writer.n_chars)?;
-            writer.push(id, None)?;
+        .enumerate()
+        .map(|(at, (&id, scored))| {
+            let entry = entry(tokenizer, id, scored, n_chars)?;
+            if at >= n_added {
+                n_chars += stream.push(id)?.chars().count();
+            }
             Ok(entry)
         })
         .collect()
@@ -188,7 +214,7 @@ mod tests {
         let text = "caf\u{e9} \u{1f389} is open";
         let ids = tokenizer.encode(text).expect("encoded");
         let scored = vec![Scored { logprob: -1.0, top: vec![(ids[0], -0.5)] }; ids.len() - 1];
-        let entries = prompt_entries(&tokenizer, &ids, scored).expect("decoded");
+        let entries = prompt_entries(&tokenizer, &ids, 0, scored).expect("decoded");
         assert_eq!(entries.len(), ids.len());
         assert!(entries[0].scored.is_none() && entries[1..].iter().all(|entry| entry.scored.is_some()));
         for entry in entries.iter().filter(|entry| !entry.token.starts_with("token_id:")) {
@@ -196,5 +222,18 @@ mod tests {
             assert!(rest.starts_with(&entry.token), "{entry:?}");
         }
         assert!(entries.iter().any(|entry| entry.token.starts_with("token_id:")), "a character of several tokens");
+    }
+
+    /// A special token is part of a prompt's text where it was sent, and not where the tokenizer added it.
+    #[test]
+    fn special_tokens_of_a_prompt_count_where_they_stand_in_its_text() {
+        let tokenizer = tokenizer();
+        let ids = [0, 0, tokenizer.encode("a").expect("encoded")[0]];
+        let scored = vec![Scored { logprob: -1.0, top: Vec::new() }; 2];
+        let n_name = tokenizer.decode(&[0]).expect("decoded").chars().count();
+        for (n_added, expected) in [(1, [0, 0, n_name]), (0, [0, n_name, 2 * n_name])] {
+            let entries = prompt_entries(&tokenizer, &ids, n_added, scored.clone()).expect("decoded");
+            assert_eq!(entries.iter().map(|entry| entry.offset).collect::<Vec<_>>(), expected);
+        }
     }
 }
