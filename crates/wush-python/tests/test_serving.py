@@ -1,5 +1,7 @@
 """What the plugins share, without a server. tests/external/vllm_kv.py and sglang_kv.py run them inside."""
 
+import hashlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -83,3 +85,13 @@ def test_problems_are_named_together():
     serving.refuse("here", {"one": False}, "SWITCH")
     with pytest.raises(WushError, match=r"here: .*: one, three. SWITCH=off"):
         serving.refuse("here", {"one": True, "two": False, "three": True}, "SWITCH")
+
+
+def test_the_servers_log_says_that_keys_are_transformed(bundle, caplog):
+    found = Bundle.open(bundle, verify=False)
+    with caplog.at_level("INFO", logger="vllm"):
+        serving.announce("vllm", found, 6, "SWITCH")
+    [record] = caplog.records
+    assert record.name == "vllm.wush_kv"
+    sidecar = hashlib.sha256((bundle / "wush/key_transforms.safetensors").read_bytes()).hexdigest()
+    assert f"keys of 6 layers (sidecar {sidecar[:12]}); SWITCH=off" in record.getMessage()

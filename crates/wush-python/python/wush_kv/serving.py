@@ -5,6 +5,7 @@ Enters: a model's directory and its attention layers. Leaves: layers with matric
 
 import functools
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,16 @@ def check_layers(bundle: Bundle, found: list[int], all_here: bool) -> None:
         raise WushError(
             f"the bundle has transforms of layers {bundle.layers}, the server's attention has layers {rising}"
         )
+
+
+def announce(server: str, bundle: Bundle, n_layers: int, switch: str) -> None:
+    """Say in the server's own log that keys are transformed: without the plugin it would serve the bundle all the same."""
+    logging.getLogger(f"{server}.wush_kv").info(
+        "wush-kv: transforms the keys of %d layers (sidecar %.12s); %s=off serves without",
+        n_layers,
+        transforms_hash(bundle),
+        switch,
+    )
 
 
 def refuse(where: str, problems: dict[str, bool], switch: str) -> None:

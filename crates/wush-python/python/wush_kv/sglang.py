@@ -94,6 +94,7 @@ def _loaded(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         heads = serving.Heads(n_total, layer.tp_k_head_num, parallel.attn_tp_rank, parallel.attn_tp_size)
         serving.give_transforms(layer, bundle, layer.layer_id, heads, device)
     _serves_bundle = True
+    serving.announce("sglang", bundle, len(layers), SWITCH)
 
 
 def _refuse(runner: Any) -> None:

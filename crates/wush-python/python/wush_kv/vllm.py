@@ -59,6 +59,7 @@ def _checked(original: Any) -> Any:
         if bundle is not None:
             found = [layer.wush_layer for layer in model.modules() if hasattr(layer, "wush_layer")]
             serving.check_layers(bundle, found, vllm_config.parallel_config.pipeline_parallel_size == 1)
+            serving.announce("vllm", bundle, len(found), SWITCH)
         return model
 
     return load_model
