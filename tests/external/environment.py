@@ -28,8 +28,9 @@ def enter(name, *requirements, unpinned=None, alone=()):
     try:
         if not python.exists():
             venv.create(home, with_pip=True)
-            purelib = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
-            (purelib / "caller.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        purelib = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
+        (purelib / "caller.pth").write_text("\n".join(packages) + "\n")
         install(python, "maturin>=1.9,<2", *requirements)
         if unpinned:
             install_without(python, *unpinned)
