@@ -70,7 +70,8 @@ class Runs:
         command = [sys.executable, *sys.argv, "--model", model, "--kv", kv, "--child", *methods]
         done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        error = {"error": done.stderr[-20000:].strip() or f"exit code {done.returncode}"}
+        # Ranks in processes of their own log their errors to stdout.
+        error = {"error": (done.stdout + done.stderr)[-40000:].strip() or f"exit code {done.returncode}"}
         found = json.loads(lines[-1].removeprefix("RESULT ")) if lines else error
         said = {"model": Path(model).name, "kv": kv, **env, "seconds": round(time.monotonic() - begun, 1), "nll": short(found)}
         said |= {name: found[name].get("nll", found[name]) for name in methods if name in found}

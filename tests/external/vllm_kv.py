@@ -2,7 +2,7 @@
 """The plugin for vLLM, in vLLM itself, on the CPU or a GPU.
 
     python3 vllm_kv.py BASE BUNDLE TEXT [--windows N] [--tokens N] [--kv-dtypes fp8 … [--bundles BUNDLE …]]
-                       [--device cuda] [--dtype bfloat16] [--compiled] [--ranks N] [--speed] [--together N]
+                       [--device cuda] [--dtype bfloat16] [--compiled] [--chunk N] [--ranks N] [--speed] [--together N]
 
 With an unquantized cache: BUNDLE with its transforms computes what BASE does; as soon as queries are given other matrices, in the running
 engine, it does not, so the hook is live, in compiled graphs (--compiled) and CUDA graphs too; WUSH_KV_VLLM=off computes what BASE does; and a
@@ -24,8 +24,6 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
 }
-# Tokens of a text that one step computes: they see those before them in the cache, of whatever dtype, as decoding does.
-CHUNK = 32
 # Of a mean NLL: an ulp of bfloat16 at 1, in which vLLM rounds every activation (attention's kernels in float32 round to TF32, which is finer).
 ROUNDING = 2.0**-7
 # Of greedy tokens, in the same place: rounding parts two texts somewhere, wrong products part them at once.
@@ -42,7 +40,7 @@ class Engine:
         on_gpu = args.device == "cuda"
         n_texts = 32 if on_gpu else 4
         memory = {"kv_cache_memory_bytes": CACHE, "gpu_memory_utilization": 0.9 / args.together} if on_gpu else {}
-        chunks = {"long_prefill_token_threshold": CHUNK, "max_num_batched_tokens": CHUNK * n_texts}
+        chunks = {"long_prefill_token_threshold": args.chunk, "max_num_batched_tokens": args.chunk * n_texts}
         if "speed" in args.child:
             chunks, max_len = {"max_num_batched_tokens": 8192}, max(max_len, N_BEFORE + N_AFTER)
         self.llm = LLM(
@@ -153,6 +151,7 @@ def arguments():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, and on a GPU CUDA graphs")
+    parser.add_argument("--chunk", type=int, default=32, help="tokens of a text a step; all before them are read from the cache (32)")
     parser.add_argument("--ranks", type=int, default=1, help="of a tensor parallel group, each a process (1)")
     parser.add_argument("--speed", action="store_true", help="only time decode steps")
     return parser.parse_args()
