@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::FormatError;
 use wush_gpu::bench::calibrate::{Calibration, Size, StandIn};
+use wush_gpu::plan::GpuMemory;
 use wush_gpu::{Device as Gpu, DeviceInfo, bench};
 
 use super::{CeilingsReport, at_least_1, describe, gpus, named};
@@ -110,14 +111,18 @@ pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -
         let (expected, found) = (format!("at least one a GPU, {}", infos.len()), request.sequences.to_string());
         return Err(PipelineError::Option { option: "--sequences", expected, found });
     }
-    // A handle of its own: what the ceilings take is not the calibration's.
-    let ceilings =
-        Gpu::open(infos[0].ordinal).and_then(|device| bench::ceilings(&device)).map_err(PipelineError::Gpu)?;
-    env.monitor.note(&format!("ceilings   {}", describe(&ceilings)));
     let folder = tempfile::tempdir().map_err(|e| FormatError::io(std::env::temp_dir(), "create a folder in", e))?;
     let stand_in = folder.path();
     shape.write(stand_in, request.seq_len).map_err(|e| FormatError::io(stand_in, "write", e))?;
     let model = StandIn::open(shape, stand_in)?;
+    // What does not fit is refused before anything is measured.
+    for info in &infos {
+        Planned::on(info, &model, (request, 1)).map_err(PipelineError::Gpu)?;
+    }
+    // A handle of its own: what the ceilings take is not the calibration's.
+    let ceilings =
+        Gpu::open(infos[0].ordinal).and_then(|device| bench::ceilings(&device)).map_err(PipelineError::Gpu)?;
+    env.monitor.note(&format!("ceilings   {}", describe(&ceilings)));
     let gate = Gate::new(infos.len());
     let cut = |i: usize| i * request.sequences / infos.len();
     let done: Vec<Result<Share>> = std::thread::scope(|scope| {
@@ -131,6 +136,28 @@ pub fn bench_calibrate(request: &BenchCalibrateRequest, env: &Environment<'_>) -
     });
     let shares = done.into_iter().collect::<Result<Vec<_>>>()?;
     Ok(report(request, infos, CeilingsReport::new(&ceilings), &shares))
+}
+
+/// A GPU, and what its share of the sequences will take of it.
+struct Planned {
+    device: Gpu,
+    size: Size,
+    memory: GpuMemory,
+}
+
+impl Planned {
+    fn on(
+        info: &DeviceInfo,
+        model: &StandIn,
+        (request, n_sequences): (&BenchCalibrateRequest, usize),
+    ) -> wush_gpu::Result<Self> {
+        let device = Gpu::open(info.ordinal)?;
+        let free = device.free_memory()?;
+        let limit = request.max_gpu_memory.map_or(free, |most| most.0.min(free));
+        let size = Size { n_sequences, seq_len: request.seq_len, limit };
+        let memory = model.memory(&size)?;
+        Ok(Self { device, size, memory })
+    }
 }
 
 /// What one GPU did.
@@ -149,17 +176,10 @@ impl Share {
         env: &Environment<'_>,
     ) -> Result<Self> {
         let run = || {
-            let device = Gpu::open(info.ordinal).map_err(PipelineError::Gpu)?;
-            let free = device.free_memory().map_err(PipelineError::Gpu)?;
-            let limit = request.max_gpu_memory.map_or(free, |most| most.0.min(free));
-            let size = Size { n_sequences, seq_len: request.seq_len, limit };
-            let memory = model.memory(&size).map_err(PipelineError::Gpu)?;
-            env.monitor.note(&describe_gpu(
-                info.ordinal,
-                &memory,
-                limit,
-                (n_sequences * request.seq_len, model.width()),
-            ));
+            let Planned { device, size, memory } =
+                Planned::on(info, model, (request, n_sequences)).map_err(PipelineError::Gpu)?;
+            let n_tokens = n_sequences * request.seq_len;
+            env.monitor.note(&describe_gpu(info.ordinal, &memory, size.limit, (n_tokens, model.width())));
             let done = model.calibrate(&device, &size, &memory, || gate.wait())?;
             Ok(Self { layers: memory.placement.into(), planned: memory.total(), done })
         };
