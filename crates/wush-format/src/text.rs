@@ -2,7 +2,7 @@
 //!
 //! Names, sources and settings of a file end up in reports. A control character there could draw lines of its own, and a
 //! character that reverses the direction of text could make a name read as another. Files of wush are refused for them;
-//! whatever else is repeated (file names, tensor names, a parser's message) is escaped.
+//! whatever else is repeated (file names, tensor names, a parser's message) is escaped. Sizes in bytes read the same everywhere.
 
 use std::borrow::Cow;
 
@@ -71,9 +71,31 @@ fn first_active(value: &serde_json::Value) -> Option<&str> {
     }
 }
 
+/// Bytes in powers of ten, as disks count: "1.5 GB".
+pub fn human_bytes(n_bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = n_bytes as f64;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{n_bytes} B"),
+        1 | 2 => format!("{value:.1} {}", UNITS[unit]),
+        _ => format!("{value:.2} {}", UNITS[unit]),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_read_well() {
+        assert_eq!([0, 999, 1000, 277_049_999].map(human_bytes), ["0 B", "999 B", "1.0 kB", "277.0 MB"]);
+        assert_eq!([1_500_000_000, u64::MAX].map(human_bytes), ["1.50 GB", "18446744.07 TB"]);
+    }
 
     #[test]
     fn what_could_draw_is_found_and_escaped() {

@@ -5,12 +5,13 @@
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use wush_format::atomic;
 use wush_format::hash::Sha;
 
+use crate::driver::LEAST_CAPABILITY;
 use crate::error::{GpuError, Result};
 use crate::libraries;
 
@@ -80,11 +81,11 @@ impl Job<'_> {
     /// # Errors
     /// `Library` without the compiler, `Compile`.
     pub fn code(&self) -> Result<Vec<u8>> {
-        let cached = cache_folder().map(|folder| self.cached_path(&folder)).transpose()?;
-        if let Some(code) = cached.as_ref().and_then(|path| unsealed(fs::read(path).ok()?)) {
+        let cached = self.cached()?;
+        if let Some(code) = cached.as_ref().and_then(|(path, key)| unsealed(key, fs::read(path).ok()?)) {
             return Ok(code);
         }
-        self.compile_into(cached.as_deref())
+        self.compile_into(cached)
     }
 
     /// The same without a look into the cache: what lay there did not load.
@@ -92,16 +93,15 @@ impl Job<'_> {
     /// # Errors
     /// As [`Job::code`].
     pub fn code_anew(&self) -> Result<Vec<u8>> {
-        let cached = cache_folder().map(|folder| self.cached_path(&folder)).transpose()?;
-        self.compile_into(cached.as_deref())
+        self.compile_into(self.cached()?)
     }
 
-    fn compile_into(&self, cached: Option<&Path>) -> Result<Vec<u8>> {
+    fn compile_into(&self, cached: Option<(PathBuf, Sha)>) -> Result<Vec<u8>> {
         let code = self.compile()?;
-        if let Some(path) = cached {
+        if let Some((path, key)) = cached {
             // Without a cache the next run compiles again, which takes seconds and changes nothing.
             let made = path.parent().is_some_and(|folder| fs::create_dir_all(folder).is_ok());
-            let _ = made.then(|| atomic::write_file(path, &sealed(&code)));
+            let _ = made.then(|| atomic::write_file(&path, &sealed(&key, &code)));
         }
         Ok(code)
     }
@@ -138,12 +138,14 @@ impl Job<'_> {
         [target, STANDARD.to_owned()].into_iter().chain(macros).collect()
     }
 
-    /// The key holds everything that decides the code.
-    fn cached_path(&self, folder: &Path) -> Result<PathBuf> {
+    /// Its file in the cache, where there is one, and the hash of everything that decides the code.
+    fn cached(&self) -> Result<Option<(PathBuf, Sha)>> {
+        let Some(folder) = cache_folder() else { return Ok(None) };
         let (major, minor) = version()?;
-        let key = format!("nvrtc {major}.{minor}\n{}\n{}", self.options().join("\n"), self.text());
-        let digest = Sha::of(key.as_bytes()).to_string();
-        Ok(folder.join(format!("{}-{}-{}.bin", self.kernel, self.target.name(), &digest[..16])))
+        let decides = format!("nvrtc {major}.{minor}\n{}\n{}", self.options().join("\n"), self.text());
+        let key = Sha::of(decides.as_bytes());
+        let name = format!("{}-{}-{}.bin", self.kernel, self.target.name(), &key.to_string()[..16]);
+        Ok(Some((folder.join(name), key)))
     }
 
     fn failed(&self, log: String) -> GpuError {
@@ -152,15 +154,29 @@ impl Job<'_> {
     }
 }
 
-/// Code with its SHA-256 before it, as the cache keeps it: the driver is given no length, and reads on where a file is cut.
-fn sealed(code: &[u8]) -> Vec<u8> {
-    [Sha::of(code).0.as_slice(), code].concat()
+/// Code as the cache keeps it, after the SHA-256 of its key and itself: the driver is given no length, and reads on where a file is cut.
+fn sealed(key: &Sha, code: &[u8]) -> Vec<u8> {
+    [seal(key, code).0.as_slice(), code].concat()
 }
 
-/// The code of such a file; none of one that is damaged, or of another kind.
-fn unsealed(file: Vec<u8>) -> Option<Vec<u8>> {
+/// The code of such a file; none of one that is damaged, or another key's.
+fn unsealed(key: &Sha, file: Vec<u8>) -> Option<Vec<u8>> {
     let (digest, code) = file.split_first_chunk()?;
-    (Sha(*digest) == Sha::of(code)).then(|| code.to_vec())
+    (Sha(*digest) == seal(key, code)).then(|| code.to_vec())
+}
+
+fn seal(key: &Sha, code: &[u8]) -> Sha {
+    Sha::of(&[key.0.as_slice(), code].concat())
+}
+
+/// Whether the compiler is there and whole: it needs more files than the one that is loaded.
+///
+/// # Errors
+/// `Library` without it, `Compile` where it cannot.
+pub fn check() -> Result<()> {
+    let (major, minor) = LEAST_CAPABILITY;
+    let target = Target::Portable(format!("compute_{major}{minor}"));
+    Job { kernel: "common", source: "", target: &target, macros: &[] }.compile().map(drop)
 }
 
 /// Where compiled kernels are kept; none where the user has no cache folder.
@@ -255,13 +271,15 @@ mod tests {
     #[test]
     fn damaged_code_is_not_read_from_the_cache() {
         let code = b"machine code".to_vec();
-        let file = sealed(&code);
-        assert_eq!(unsealed(file.clone()), Some(code));
+        let [key, other] = [b"this", b"that"].map(|key| Sha::of(key));
+        let file = sealed(&key, &code);
+        assert_eq!(unsealed(&key, file.clone()), Some(code.clone()));
+        assert_eq!(unsealed(&key, sealed(&other, &code)), None);
         let mut flipped = file.clone();
         flipped[40] ^= 1;
         let exchanged = [&file[..32], b"other code"].concat();
         for damaged in [Vec::new(), file[..10].to_vec(), file[..file.len() - 1].to_vec(), flipped, exchanged] {
-            assert_eq!(unsealed(damaged), None);
+            assert_eq!(unsealed(&key, damaged), None);
         }
     }
 

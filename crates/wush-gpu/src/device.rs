@@ -148,9 +148,10 @@ impl Device {
         Ok(free as u64)
     }
 
-    /// Bounds what this process reserves, in bytes.
-    pub fn set_budget(&self, budget: u64) {
-        self.pool().set_budget(budget);
+    /// Bounds what this process reserves, in bytes: idle memory is given back before that is more than `planned`, and nothing is
+    /// had beyond `budget`.
+    pub fn set_budget(&self, planned: u64, budget: u64) {
+        self.pool().set_budget(planned, budget);
     }
 
     /// Gives idle memory back to the device.

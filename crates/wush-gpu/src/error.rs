@@ -1,6 +1,7 @@
 //! What can go wrong between a machine and a kernel's result. A missing driver, library or device is a value here, never a
 //! failure to start.
 
+use wush_format::text::human_bytes;
 use wush_model::{DeviceFailure, ModelError};
 
 /// Result of this crate.
@@ -66,7 +67,7 @@ pub enum GpuError {
         code: String,
     },
     /// Device memory ran out, or the budget did.
-    #[error("out of GPU memory: {wanted} bytes wanted, {in_use} in use, no more than {limit} to be had")]
+    #[error("out of GPU memory: {} wanted, {} in use, no more than {} to be had", human_bytes(*wanted), human_bytes(*in_use), human_bytes(*limit))]
     OutOfMemory {
         /// Bytes of the allocation that failed.
         wanted: u64,
@@ -77,7 +78,7 @@ pub enum GpuError {
     },
     /// No way of running a model fits the memory there is, or that was allowed.
     #[error(
-        "the model needs {needed} bytes of GPU memory with two layers on the card at a time; {limit} are free or allowed"
+        "the model needs {} of GPU memory with two layers on the card at a time; {} is free or allowed", human_bytes(*needed), human_bytes(*limit)
     )]
     DoesNotFit {
         /// Of the plan that takes least.

@@ -51,14 +51,14 @@ impl<T: Compute> Forward<T> {
     ) -> Result<Self> {
         let streaming = match memory.placement {
             Placement::Resident => {
-                gpu.device().set_budget(limit);
+                gpu.device().set_budget(memory.total(), limit);
                 None
             }
             Placement::Streamed => {
                 let loader = loader(Device::open(gpu.device().info().ordinal)?);
-                let [of_loader, of_others] = memory.budgets::<T>(work, limit);
-                loader.device().set_budget(of_loader);
-                gpu.device().set_budget(of_others);
+                let [planned, most] = [memory.total(), limit].map(|bytes| memory.budgets::<T>(work, bytes));
+                loader.device().set_budget(planned[0], most[0]);
+                gpu.device().set_budget(planned[1], most[1]);
                 let carrier = HostCarrier::new(&gpu, &loader, (work.n_tokens, work.spec.hidden_size))?;
                 Some(Streaming { loader, carrier: Mutex::new(carrier) })
             }

@@ -51,6 +51,8 @@ pub struct MemoryUse {
 #[derive(Debug)]
 pub struct Pool {
     usage: MemoryUse,
+    /// Bytes beyond which idle blocks are given back before more is reserved.
+    planned: u64,
     /// Free blocks by size.
     idle: BTreeMap<u64, Vec<u64>>,
 }
@@ -58,7 +60,7 @@ pub struct Pool {
 impl Pool {
     /// An empty pool that reserves at most `budget` bytes.
     pub fn new(budget: u64) -> Self {
-        Self { usage: MemoryUse { budget, ..MemoryUse::default() }, idle: BTreeMap::new() }
+        Self { usage: MemoryUse { budget, ..MemoryUse::default() }, planned: budget, idle: BTreeMap::new() }
     }
 
     /// What is used now, and was at most.
@@ -66,8 +68,10 @@ impl Pool {
         self.usage
     }
 
-    /// Changes the budget; what is reserved beyond it stays until it is idle.
-    pub fn set_budget(&mut self, budget: u64) {
+    /// Changes the budget, and what should do: idle blocks are not kept beyond `planned` bytes. What is reserved beyond either stays
+    /// until it is idle.
+    pub fn set_budget(&mut self, planned: u64, budget: u64) {
+        self.planned = planned.min(budget);
         self.usage.budget = budget;
     }
 
@@ -80,7 +84,7 @@ impl Pool {
         if let Some(block) = self.reuse(size) {
             return Ok(block);
         }
-        if self.usage.reserved.saturating_add(size) > self.usage.budget {
+        if self.usage.reserved.saturating_add(size) > self.planned {
             self.trim(source)?;
         }
         if self.usage.reserved.saturating_add(size) > self.usage.budget {
@@ -224,6 +228,19 @@ mod tests {
             );
             assert_eq!((second.1, pool.usage().peak_reserved), (50 << 20, 100 << 20));
         }
+    }
+
+    #[test]
+    fn blocks_of_many_sizes_stay_within_the_plan() {
+        let (mut pool, mut fake) = (Pool::new(u64::MAX), Fake::new(u64::MAX));
+        pool.set_budget(100 << 20, u64::MAX);
+        for mib in [60, 40, 30, 90, 20, 100] {
+            let block = pool.take(mib << 20, &mut fake).expect("room");
+            pool.put(block);
+        }
+        assert_eq!(pool.usage().peak_reserved, 100 << 20);
+        let more = pool.take(150 << 20, &mut fake).expect("a plan is no bound");
+        assert_eq!((more.1, pool.usage().reserved), (150 << 20, 150 << 20));
     }
 
     #[test]

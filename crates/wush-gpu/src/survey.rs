@@ -40,13 +40,14 @@ fn version(library: &Library) -> Option<(u32, u32)> {
     }
 }
 
-/// Devices that a run can use: all libraries are there, and their capability suffices.
+/// Devices that a run can use: all libraries are there, the compiler compiles, and their capability suffices.
 ///
 /// # Errors
-/// What keeps every device from being used: `Library`, `NoDevice`, `TooOld`, `Driver`.
+/// What keeps every device from being used: `Library`, `Compile`, `NoDevice`, `TooOld`, `Driver`.
 pub fn usable() -> Result<Vec<DeviceInfo>> {
     driver::init()?;
     libraries::ALL.iter().try_for_each(|library| library.require().map(drop))?;
+    compiler::check()?;
     let (usable, refused): (Vec<_>, Vec<_>) = devices()?.into_iter().partition(|device| device.check().is_ok());
     match (usable.is_empty(), refused.first()) {
         (true, Some(first)) => Err(first.check().err().unwrap_or(GpuError::NoDevice)),

@@ -71,7 +71,7 @@ fn memory_is_accounted_and_bounded() {
     assert_eq!(device.memory().in_use, 100 << 20);
     drop(buffer);
     assert_eq!((device.memory().in_use, device.memory().reserved), (0, 100 << 20));
-    device.set_budget(64 << 20);
+    device.set_budget(64 << 20, 64 << 20);
     let error = device.uninit::<u8>(80 << 20).expect_err("beyond the budget");
     assert!(matches!(error, GpuError::OutOfMemory { .. }), "{error}");
     device.uninit::<u8>(40 << 20).expect("within the budget, once idle memory is given back");

@@ -9,8 +9,9 @@ use wush_format::bundle::{CARD, KEY_TRANSFORMS, MANIFEST, VALUE_FEEDBACK, VALUE_
 use wush_format::hash::hash_file;
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
+use wush_format::text::human_bytes;
 
-use crate::number::{bytes, count, digest};
+use crate::number::{count, digest};
 use crate::{InspectError, Result};
 
 /// Most problems that one check spells out.
@@ -41,7 +42,7 @@ pub(crate) fn check_listed(dir: &Path, files: &[FileEntry], monitor: &dyn Monito
     let problems: Vec<String> = problems?.into_iter().flatten().collect();
     let total = files.iter().map(|file| file.n_bytes).sum();
     Ok(if problems.is_empty() {
-        Ok(format!("{}, {}, all with the stated length and SHA-256", count(files.len(), "file"), bytes(total)))
+        Ok(format!("{}, {}, all with the stated length and SHA-256", count(files.len(), "file"), human_bytes(total)))
     } else {
         Err(list(&problems))
     })

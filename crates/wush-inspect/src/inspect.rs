@@ -10,13 +10,13 @@ use wush_format::hash::{Sha, hash_file};
 use wush_format::manifest::FileEntry;
 use wush_format::monitor::Monitor;
 use wush_format::tensor_file::TensorFile;
-use wush_format::text::printable;
+use wush_format::text::{human_bytes, printable};
 use wush_model::arch;
 use wush_model::spec::ModelSpec;
 
 use crate::base::Comparison;
 use crate::bundle::StoredValues;
-use crate::number::{bytes, count, digest};
+use crate::number::{count, digest};
 use crate::report::{Kind, Report};
 use crate::{InspectError, Result, bundle, index, sidecars, statistics, transforms};
 
@@ -135,7 +135,7 @@ fn describe(report: &mut Report, checkpoint: &Checkpoint, spec: &ModelSpec) {
     let layers = count(spec.layers.len(), "layer");
     report.fact("model", format!("{}, {layers}{}", spec.family, heads.unwrap_or_default()));
     let shards = count(checkpoint.shards().len(), "shard");
-    report.fact("weights", format!("{} in {shards}", bytes(checkpoint.n_weight_bytes())));
+    report.fact("weights", format!("{} in {shards}", human_bytes(checkpoint.n_weight_bytes())));
 }
 
 fn file(path: &Path, base: Option<&Base>, monitor: &dyn Monitor) -> Result<Report> {

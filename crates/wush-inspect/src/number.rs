@@ -31,16 +31,6 @@ pub(crate) fn digest(sha: &Sha) -> String {
     sha.to_string().chars().take(DIGEST_DIGITS).collect()
 }
 
-/// Bytes in powers of ten.
-pub(crate) fn bytes(n: u64) -> String {
-    match n {
-        0..1_000 => format!("{n} B"),
-        1_000..1_000_000 => format!("{:.1} kB", n as f64 / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} MB", n as f64 / 1e6),
-        _ => format!("{:.2} GB", n as f64 / 1e9),
-    }
-}
-
 /// `1 file`, `2 files`.
 pub(crate) fn count(n: usize, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }

@@ -18,13 +18,14 @@ use crate::cached::{Cached, load};
 use crate::device::Runs;
 use crate::error::InStage;
 use crate::eval::UNQUANTIZED_BITS;
-use crate::human::{counted, human_bytes};
+use crate::human::counted;
 use crate::model::Model;
 use crate::report::{AllottedBits, CacheUse, GenerateMemory, GenerateReport, ModelInfo, Rate, StopReason};
 use crate::request::{CodeBits, Environment, GenerateRequest, KvBits};
 use crate::sensitivity::average_bits;
 use crate::{PipelineError, Result};
 use prompt::Prompt;
+use wush_format::text::human_bytes;
 
 /// Where the pieces of the text go; `Break` ends the generation.
 pub type TextSink<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;

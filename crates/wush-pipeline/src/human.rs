@@ -4,22 +4,6 @@ use std::time::Duration;
 
 use wush_format::text::is_plain;
 
-/// Bytes in powers of ten, as `wush inspect` and disks count: "1.5 GB".
-pub fn human_bytes(n_bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = n_bytes as f64;
-    let mut unit = 0;
-    while value >= 1000.0 && unit + 1 < UNITS.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{n_bytes} B"),
-        1 | 2 => format!("{value:.1} {}", UNITS[unit]),
-        _ => format!("{value:.2} {}", UNITS[unit]),
-    }
-}
-
 /// Bits of a code, or their average: "2", "2.25".
 pub fn human_bits(bits: f64) -> String {
     let text = format!("{bits:.2}");
@@ -70,12 +54,6 @@ fn bytes_of(c: char) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_read_well() {
-        assert_eq!([0, 999, 1000, 277_049_999].map(human_bytes), ["0 B", "999 B", "1.0 kB", "277.0 MB"]);
-        assert_eq!([1_500_000_000, u64::MAX].map(human_bytes), ["1.50 GB", "18446744.07 TB"]);
-    }
 
     #[test]
     fn times_read_well() {

@@ -65,7 +65,7 @@ pub use error::{Kept, PipelineError, Result};
 pub use eval::eval_ppl;
 pub use export::{DEFAULT_EXPORT_FORMAT, export, export_formats};
 pub use generate::{DEFAULT_CHUNK, DEFAULT_MAX_NEW_TOKENS, TextSink, generate};
-pub use human::{counted, human_bits, human_bytes, human_time, ratio, shell_word};
+pub use human::{counted, human_bits, human_time, ratio, shell_word};
 pub use inspect::inspect;
 pub use merge::merge;
 pub use model::{HeadShape, Model};
@@ -77,7 +77,7 @@ pub use solve::solve;
 pub use unfold::unfold;
 pub use wush_format::manifest;
 pub use wush_format::monitor::Monitor;
-pub use wush_format::text::printable;
+pub use wush_format::text::{human_bytes, printable};
 pub use wush_inspect as audit;
 
 /// The tool and its version, as files state it.

@@ -14,11 +14,11 @@ use wush_serve::{ApiKey, Limits, Served, Settings};
 
 use crate::cached::{Cached, load};
 use crate::device::Runs;
-use crate::human::human_bytes;
 use crate::model::Model;
 use crate::report::{ModelInfo, ServeReport};
 use crate::request::{Environment, ServeRequest};
 use crate::{PipelineError, Result};
+use wush_format::text::human_bytes;
 
 /// `--host`: this machine alone.
 pub const DEFAULT_HOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);

@@ -14,11 +14,11 @@ use wush_model::decoder::Decoder;
 use wush_stats::{LayerSums, SecondPass, Statistics, StatsInfo};
 
 use super::{Saver, weigh, with_kept};
-use crate::human::human_bytes;
 use crate::model::Model;
 use crate::plan::{CalibrationPlan, longest, n_tokens};
 use crate::request::ByteSize;
 use crate::{PipelineError, Result};
+use wush_format::text::human_bytes;
 
 /// Activations of the forward pass.
 type Activations = half::bf16;
