@@ -18,7 +18,7 @@ use crate::backend::{Backend, Head};
 use crate::error::{ModelError, Result};
 use crate::layer::{Layer, Norm, Qkv};
 use crate::observer::Observer;
-use crate::rope::{RopeTables, Span};
+use crate::rope::RopeTables;
 use crate::spec::{LayerSpec, MlpSpec, ModelSpec};
 use crate::weights;
 
@@ -145,23 +145,22 @@ impl<'a, B: Backend> Decoder<'a, B> {
         monitor: &dyn Monitor,
     ) -> Result<Vec<B::Tensor>> {
         let mut hidden = self.embed(sequences)?;
-        let lengths = || sequences.iter().map(|ids| ids.as_ref().len());
-        let spans: Vec<Span> = lengths().map(Span::whole).collect();
+        let lengths: Vec<usize> = sequences.iter().map(|ids| ids.as_ref().len()).collect();
         // One pass at a time makes tables; another one beside it would make its own.
         let mut tables = std::mem::replace(&mut *self.tables(), RopeTables::new());
-        tables.keep(&spans);
+        tables.keep(&lengths);
         let n_layers = self.spec.layers.len();
         let mut ticks = Ticks::new(n_layers);
         for (id, spec) in self.spec.layers.iter().enumerate() {
             let layer = self.layer(id)?;
             let rope = spec.attn.rope.as_ref();
-            tables.prepare(rope, &spans, self.backend)?;
+            tables.prepare(rope, &lengths, self.backend)?;
             observer.begin(id)?;
             let watched: &O = observer;
             let step = |(sequence, x): (usize, &mut B::Tensor)| {
                 let place = Place { layer: id, sequence };
                 let is_whole = depth == Depth::Full || id + 1 < n_layers;
-                let step = Step { layer: &layer, place, table: tables.of(rope, spans[sequence]), is_whole };
+                let step = Step { layer: &layer, place, table: tables.of(rope, lengths[sequence]), is_whole };
                 let seen = self.step(&step, x, watched, attention, monitor)?;
                 if depth == Depth::Full {
                     self.check_finite(x, "hidden states", id, sequence)?;
@@ -175,7 +174,7 @@ impl<'a, B: Backend> Decoder<'a, B> {
                 hidden.iter_mut().enumerate().map(step).collect()
             };
             seen.into_iter().try_for_each(|seen| observer.add(id, seen?))?;
-            monitor.advance(ticks.add(lengths().sum::<usize>() as u64));
+            monitor.advance(ticks.add(lengths.iter().sum::<usize>() as u64));
         }
         *self.tables() = tables;
         Ok(hidden)

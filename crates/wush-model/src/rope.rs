@@ -108,6 +108,15 @@ impl RopeSpec {
         }
     }
 
+    /// Whether sequences of both lengths turn by the same frequencies.
+    fn turn_alike(&self, a: usize, b: usize) -> bool {
+        match &self.frequencies {
+            Frequencies::Fixed(_) => true,
+            Frequencies::ByLength { original_len, .. } => (a <= *original_len) == (b <= *original_len),
+            Frequencies::Dynamic { original_len, .. } => a.max(*original_len) == b.max(*original_len),
+        }
+    }
+
     /// ω of every rotary pair, for a sequence of `n_tokens`.
     pub(crate) fn inverse_frequencies(&self, n_tokens: usize) -> std::borrow::Cow<'_, [f32]> {
         match &self.frequencies {
@@ -124,8 +133,21 @@ impl RopeSpec {
     }
 }
 
-/// Rotary tables on a device, one a distinct (RoPE, positions) pair, shared by layers and sequences.
-pub(crate) struct RopeTables<B: Backend>(Vec<(RopeSpec, Span, B::Rope)>);
+/// Rotary tables on a device, of positions from 0 on, shared by layers and by all sequences that turn by the same frequencies: as long
+/// as the longest of them.
+pub(crate) struct RopeTables<B: Backend>(Vec<Made<B>>);
+
+struct Made<B: Backend> {
+    rope: RopeSpec,
+    n_tokens: usize,
+    table: B::Rope,
+}
+
+impl<B: Backend> Made<B> {
+    fn serves(&self, rope: &RopeSpec, n_tokens: usize) -> bool {
+        n_tokens <= self.n_tokens && self.rope == *rope && rope.turn_alike(self.n_tokens, n_tokens)
+    }
+}
 
 impl<B: Backend> RopeTables<B> {
     /// None yet.
@@ -133,29 +155,34 @@ impl<B: Backend> RopeTables<B> {
         Self(Vec::new())
     }
 
-    /// Lets go of the tables for other positions than these.
-    pub fn keep(&mut self, spans: &[Span]) {
-        self.0.retain(|(_, span, _)| spans.contains(span));
+    /// Lets go of the tables that no sequence of these lengths turns by.
+    pub fn keep(&mut self, lengths: &[usize]) {
+        self.0.retain(|made| lengths.iter().any(|&n| made.rope.turn_alike(made.n_tokens, n)));
     }
 
-    /// Makes the tables that a layer needs for these positions, where they are not there yet.
+    /// Makes the tables that a layer needs for sequences of these lengths, where they are not there yet.
     ///
     /// # Errors
     /// The device's own.
-    pub fn prepare(&mut self, rope: Option<&RopeSpec>, spans: &[Span], backend: &B) -> Result<()> {
+    pub fn prepare(&mut self, rope: Option<&RopeSpec>, lengths: &[usize], backend: &B) -> Result<()> {
         let Some(rope) = rope else { return Ok(()) };
-        for &span in spans {
-            if self.of(Some(rope), span).is_none() {
-                self.0.push((rope.clone(), span, backend.rope(rope.table_of(span))?));
+        // The longest first: theirs serve the others.
+        let mut falling = lengths.to_vec();
+        falling.sort_unstable_by(|a, b| b.cmp(a));
+        falling.dedup();
+        for n_tokens in falling {
+            if self.of(Some(rope), n_tokens).is_none() {
+                self.0.retain(|made| made.rope != *rope || !rope.turn_alike(made.n_tokens, n_tokens));
+                self.0.push(Made { rope: rope.clone(), n_tokens, table: backend.rope(rope.table(n_tokens))? });
             }
         }
         Ok(())
     }
 
-    /// The table of a layer and positions that were prepared; none without RoPE.
-    pub fn of(&self, rope: Option<&RopeSpec>, span: Span) -> Option<&B::Rope> {
-        let same = |(other, of, _): &&(RopeSpec, Span, B::Rope)| *of == span && Some(other) == rope;
-        self.0.iter().find(same).map(|(_, _, table)| table)
+    /// A table that was prepared for a layer and a sequence's length, or a longer one; none without RoPE.
+    pub fn of(&self, rope: Option<&RopeSpec>, n_tokens: usize) -> Option<&B::Rope> {
+        let rope = rope?;
+        self.0.iter().find(|made| made.serves(rope, n_tokens)).map(|made| &made.table)
     }
 }
 
@@ -166,4 +193,35 @@ pub fn default_inverse_frequencies(theta: f64, rotary_dim: usize) -> Vec<f32> {
     let base = f64::from(theta as f32);
     let power = |i: usize| base.powf(f64::from((2 * i) as f32 / rotary_dim as f32)) as f32;
     (0..rotary_dim / 2).map(|i| 1.0 / power(i)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Cpu;
+
+    fn lengths(tables: &RopeTables<Cpu>) -> Vec<usize> {
+        tables.0.iter().map(|made| made.n_tokens).collect()
+    }
+
+    #[test]
+    fn one_table_serves_all_that_turn_alike() {
+        let of = |frequencies| RopeSpec { rotary_dim: 4, frequencies, attention_factor: 1.0 };
+        let fixed = of(Frequencies::Fixed(vec![1.0, 0.1]));
+        let by_length = of(Frequencies::ByLength { short: vec![1.0, 0.1], long: vec![0.5, 0.05], original_len: 8 });
+        let dynamic = of(Frequencies::Dynamic { theta: 1e4, factor: 2.0, original_len: 8 });
+        for (rope, expected) in [(fixed, vec![20]), (by_length, vec![20, 8]), (dynamic, vec![20, 12, 8])] {
+            let mut tables = RopeTables::<Cpu>::new();
+            let all = [3, 20, 8, 12, 5, 20];
+            tables.prepare(Some(&rope), &all, &Cpu).expect("made");
+            assert_eq!(lengths(&tables), expected);
+            for n_tokens in all {
+                let (table, own) = (tables.of(Some(&rope), n_tokens).expect("prepared"), rope.table(n_tokens));
+                assert_eq!((&table.cos[..own.cos.len()], &table.sin[..own.sin.len()]), (&own.cos[..], &own.sin[..]));
+            }
+            tables.prepare(Some(&rope), &[24], &Cpu).expect("made");
+            tables.keep(&[24]);
+            assert_eq!(lengths(&tables), [24]);
+        }
+    }
 }

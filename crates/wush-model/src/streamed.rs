@@ -13,7 +13,7 @@ use crate::decoder::{Decoder, Step, Ticks};
 use crate::error::Result;
 use crate::layer::Layer;
 use crate::observer::Observer;
-use crate::rope::{RopeTables, Span};
+use crate::rope::RopeTables;
 
 /// What keeps hidden states while another sequence is worked on, and orders a device's work after the copies that it needs.
 pub trait Carrier<B: Backend> {
@@ -67,9 +67,9 @@ impl<B: Backend> Decoder<'_, B> {
     ) -> Result<()> {
         self.check(sequences)?;
         carrier.begin(sequences.len())?;
-        let spans: Vec<Span> = sequences.iter().map(|ids| Span::whole(ids.len())).collect();
+        let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
         let mut tables = std::mem::replace(&mut *self.tables(), RopeTables::new());
-        tables.keep(&spans);
+        tables.keep(&lengths);
         let last = self.spec.layers.len() - 1;
         let mut ticks = Ticks::new(self.spec.layers.len());
         std::thread::scope(|scope| -> Result<()> {
@@ -82,7 +82,7 @@ impl<B: Backend> Decoder<'_, B> {
                 carrier.release_weights()?;
                 coming = (id != last).then(|| load(id + 1));
                 let rope = spec.attn.rope.as_ref();
-                tables.prepare(rope, &spans, self.backend)?;
+                tables.prepare(rope, &lengths, self.backend)?;
                 observer.begin(id)?;
                 for (sequence, ids) in sequences.iter().enumerate() {
                     let mut x = match id {
@@ -90,8 +90,7 @@ impl<B: Backend> Decoder<'_, B> {
                         _ => carrier.fetch(sequence)?,
                     };
                     let place = Place { layer: id, sequence };
-                    let step =
-                        Step { layer: &layer, place, table: tables.of(rope, spans[sequence]), is_whole: id != last };
+                    let step = Step { layer: &layer, place, table: tables.of(rope, ids.len()), is_whole: id != last };
                     let seen = self.step(&step, &mut x, observer, &Exact, monitor)?;
                     if id != last {
                         carrier.park(sequence, x)?;
