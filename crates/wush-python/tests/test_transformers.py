@@ -1,6 +1,7 @@
 """The adapter for transformers: a model's own `generate` over the packed cache, with padding, beams, sliding layers and chunks."""
 
 import json
+import os
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ torch.set_num_threads(1)  # small tensors: threads would only wait for each othe
 import wush_kv.transformers as wush  # noqa: E402
 from conftest import DEMO, TEXT, convert  # noqa: E402
 from wush_kv import Bundle, WushError  # noqa: E402
-from wush_kv.transformers import Windows, cache, packer  # noqa: E402
+from wush_kv.transformers import Windows, attention, cache, packer  # noqa: E402
 
 SMALL = Windows(sink=4, keep=8, flush=4)
 # Sums of float32 in another order, through some layers.
@@ -234,6 +235,78 @@ def test_what_would_degrade_quietly_is_refused(bundle):
         model.wush.forward(ids, model.wush.new_cache(), attention_mask=additive)
     with pytest.raises(WushError, match="windows"):
         Windows(sink=0, keep=-1, flush=1)
+
+
+def test_a_cache_that_a_forward_left_half_way_is_refused(bundle):
+    model = load(bundle)
+    (ids,) = ids_of(model, 30)
+    additive = torch.zeros(1, 1, 30, 30)
+    for failing in (
+        model.model.layers[0].mlp,
+        model.model.layers[3].self_attn.q_proj,
+        model.model.layers[-1].self_attn,
+    ):
+        store = model.wush.new_cache()
+        handle = failing.register_forward_hook(lambda *_: 1 / 0)
+        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+            model.wush.forward(ids, store)
+        handle.remove()
+        if failing is not model.model.layers[-1].self_attn:  # every layer has read its part
+            with torch.inference_mode(), pytest.raises(WushError, match="an earlier forward through this cache failed"):
+                model.wush.forward(ids, store)
+    store = model.wush.new_cache()
+    with torch.inference_mode(), pytest.raises(WushError, match="additive"):
+        model.wush.forward(ids, store, attention_mask=additive)
+    with torch.inference_mode(), pytest.raises(WushError, match="an earlier forward through this cache failed"):
+        model.wush.forward(ids, store)
+
+
+def test_a_returned_cache_takes_its_own_text_alone(bundle):
+    model = load(bundle)
+    (ids,) = ids_of(model, 40)
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    store = model.wush.new_cache()
+    given = {model.wush.cache_argument: store}
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), **given, **kwargs)
+    for other, message in (
+        (ids[:, :20], "no new tokens: the cache holds 43"),
+        (text.repeat(2, 1), "holds 1 sequences"),
+    ):
+        with pytest.raises(WushError, match=message):
+            model.generate(other, attention_mask=torch.ones_like(other), **given, **kwargs)
+    # Nothing was taken in: the text goes on as if it had not stopped.
+    found = model.generate(text, attention_mask=torch.ones_like(text), **given, **kwargs)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **{**kwargs, "max_new_tokens": 8})
+    torch.testing.assert_close(found, expected)
+
+
+def test_gradients_through_packed_tokens_are_refused(bundle):
+    model = load(bundle)
+    (ids,) = ids_of(model, 60)
+    store = model.wush.new_cache()
+    model.wush.forward(ids[:, :40], store).sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+    later = model.wush.forward(ids[:, 40:], store)
+    with pytest.raises(WushError, match="gradients do not pass packed"):
+        later.sum().backward()
+
+
+def test_one_query_is_the_same_by_groups_and_by_repeated_heads(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((6, 1), (2, 33), (2, 33)))
+    expected = attention.attend(query, key, value, None, 0.3, None)
+    monkeypatch.setattr(attention, "_takes_groups", lambda *_: True)
+    torch.testing.assert_close(attention.attend(query, key, value, None, 0.3, None), expected, rtol=1e-5, atol=1e-5)
+    mask = torch.ones(2, 1, 1, 33, dtype=torch.bool)
+    torch.testing.assert_close(attention.attend(query, key, value, mask, 0.3, None), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["config.json", "wush/README.md", "chat_template.jinja"])
+def test_a_pipe_in_a_bundle_is_refused_and_not_waited_for(copy, name):
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    with pytest.raises(WushError, match="not a regular file"):
+        load(copy)
 
 
 def test_lengths_and_scalings_that_calibration_did_not_see(bundle, tmp_path):

@@ -5,10 +5,11 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from wush_kv import Bundle, WushError
@@ -165,6 +166,7 @@ def load(
         raise WushError(f'attn_implementation: the attention is the bundle\'s, "{NAME}"')
     if not isinstance(kv_bits, int):
         raise WushError(f"kv_bits: expected 2, 3, 4, 8 or 16, found {kv_bits!r}")
+    _check_files(bundle)
     found = Bundle.open(bundle, verify=verify)
     register()
     kwargs = {"dtype": "auto"} | kwargs
@@ -178,7 +180,15 @@ def load(
     model.wush = Adapter(model, found, kv_bits, windows, quantizer, kernels)
     model.wush.check_live()
     _give_cache(model)
+    model.register_forward_pre_hook(_refuse_nothing, with_kwargs=True)
     return model
+
+
+def _check_files(bundle: str | os.PathLike[str]) -> None:
+    """Refuse pipes and the like, on which a reader would wait for ever."""
+    for path in Path(bundle).rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise WushError(f"{path}: not a regular file")
 
 
 def _give_cache(model: PreTrainedModel) -> None:
@@ -199,6 +209,14 @@ def _give_cache(model: PreTrainedModel) -> None:
         return None
 
     model._prepare_cache_for_generation = prepare
+
+
+def _refuse_nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward: refuse no tokens, which is what `generate` leaves of a prompt that its cache already holds."""
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    for given in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        if isinstance(cache, WushCache) and isinstance(given, Tensor) and given.shape[1] == 0:
+            raise WushError(f"no new tokens: the cache holds {cache.get_seq_length()}, and its text goes on after them")
 
 
 def _sliding_windows(config: Any) -> list[int | None]:

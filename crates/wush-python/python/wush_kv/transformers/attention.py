@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -40,6 +41,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of `[batch, heads, tokens, d]` tensors; the output is `[batch, tokens, heads, d]`."""
     layer: WushLayer | None = getattr(key, MARK, None)
+    if layer is not None:
+        layer.was_reached = True
     _refuse(module, attention_mask, dropout, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is None:
@@ -69,16 +72,23 @@ def attend(
     n_queries, group = query.shape[2], query.shape[1] // key.shape[1]
     if softcap is not None:
         return _attend_softcapped(query, key, value, mask, scaling, softcap)
-    if n_queries == 1:
+    if n_queries == 1 and not (mask is None and _takes_groups(query, key, value)):
         # The group's heads as queries of one head: nothing is repeated.
         out = scaled_dot_product_attention(
             query.reshape(key.shape[0], key.shape[1], group, -1), key, value, mask, scale=scaling
         )
         return out.reshape(query.shape)
     if mask is None:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=n_queries > 1, scale=scaling, enable_gqa=group > 1
+        )
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+
+
+def _takes_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel here that reads a KV head once for its group, and splits a long cache among processors."""
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
 def _attend_softcapped(

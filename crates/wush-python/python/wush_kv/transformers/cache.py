@@ -103,6 +103,7 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything."""
         self.sides = tuple(Side(packer) for packer in self.plan.packers)
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.was_reached = False
         self.seen = 0
         self.pads: list[int] = []
         self.n_packed: list[int] = []
@@ -118,17 +119,14 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take in a chunk; returns it, the keys with a mark by which the attention function finds this layer."""
-        if self.pending is not None:
-            raise WushError(
-                f"layer {self.plan.layer}: keys were cached, but no attention read them: the model's attention is not "
-                f'"wush" any more, or passes by transformers\' AttentionInterface'
-            )
         self.plan.check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states)
+        if key_states.shape[0] != len(self.pads):
+            raise WushError(f"the cache holds {len(self.pads)} sequences, and was given {key_states.shape[0]}")
         # A view of its own: a mark on the model's tensor would outlive this call.
         key_states = key_states.view_as(key_states)
-        self.pending = (key_states, value_states)
+        self.pending, self.was_reached = (key_states, value_states), False
         self.seen += key_states.shape[2]
         setattr(key_states, MARK, self)
         return key_states, value_states
@@ -136,7 +134,7 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         """Algorithm 2, lines 4 to 12, of the chunk that `update` took in; outputs `[batch, n_heads, tokens, d]`."""
         assert self.pending is not None
-        (key, value), self.pending = self.pending, None
+        key, value = self.pending
         n_queries = query.shape[2]
         if mask is not None and self.seen - n_queries in self.pads:
             self._count_padding(mask, n_queries)
@@ -148,9 +146,12 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
             out = attend(query, key, value, mask, scaling, softcap)
         else:
             out = self._attend_cached(matrices.queries(query), mask, scaling, softcap)
+            if max(self.n_packed) > self.n_freed and torch.is_grad_enabled() and query.requires_grad:
+                out = _WithoutGradients.apply(out, query)
         self.counters.queries += n_queries * len(self.n_packed)
         self.counters.met_quantized += n_queries * sum(n > self.n_freed for n in self.n_packed)
         self._flush()
+        self.pending = None
         return out
 
     def _attend_cached(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
@@ -310,12 +311,45 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
         return sum(side.n_bytes() for side in self.sides)
 
 
+class _WithoutGradients(torch.autograd.Function):  # type: ignore[misc]
+    """Attention to packed tokens, of which gradients know nothing: they are refused rather than left incomplete."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        """Pass the output on, as one that depends on the query."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        """Refuse."""
+        raise WushError("gradients do not pass packed keys and values: train without a cache (use_cache=False)")
+
+
 class WushCache(Cache):  # type: ignore[misc]
     """The cache of a batch: what `generate` of a loaded model uses, or to be passed by hand."""
 
     def __init__(self, plans: list[LayerPlan], counters: Counters) -> None:
         """Begin empty."""
         super().__init__(layers=[WushLayer(plan, counters) for plan in plans])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take in a layer's chunk; refused after a forward that did not end in every layer."""
+        if layer_idx == 0:
+            self._check_whole()
+        taken: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return taken
+
+    def _check_whole(self) -> None:
+        unread = [layer for layer in self.layers if layer.pending is not None]
+        if unread and not any(layer.was_reached for layer in self.layers):
+            raise WushError(
+                'keys were cached, but no attention read them: the model\'s attention is not "wush" any more, '
+                "or passes by transformers' AttentionInterface"
+            )
+        if unread or len({layer.seen for layer in self.layers}) > 1:
+            raise WushError("an earlier forward through this cache failed on its way: begin with a new cache")
 
     def n_bytes(self) -> int:
         """Bytes allocated."""
