@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The plugin for SGLang, in SGLang's whole engine on the CPU.
 
-    python3 sglang_engine.py BASE BUNDLE TEXT [--windows N] [--tokens N] [--kv-dtypes fp8_e4m3 [--bundles BUNDLE …]]
+    python3 sglang_engine.py BASE BUNDLE TEXT [--windows N] [--tokens N] [--ranks N] [--kv-dtypes fp8_e4m3 [--bundles BUNDLE …]]
 
 In float32 with an unquantized cache: BUNDLE with its transforms gives token for token what BASE gives, so it does without them, and a damaged
 sidecar ends the start. With --kv-dtypes also the mean negative log likelihood of N windows of TEXT over caches of those dtypes: of BASE, of
@@ -27,7 +27,7 @@ class Engine:
 
         self.engine = sglang.Engine(
             model_path=model, device="cpu", dtype="float32", kv_cache_dtype=args.kv, attention_backend="torch_native", log_level="error",
-            max_total_tokens=4 * max_len, max_running_requests=4, chunked_prefill_size=128, disable_radix_cache=True,
+            tp_size=args.ranks, max_total_tokens=4 * max_len, max_running_requests=4, chunked_prefill_size=128, disable_radix_cache=True,
             disable_cuda_graph=True, disable_overlap_schedule=True, skip_tokenizer_init=True,
         )
 
@@ -51,9 +51,18 @@ def without_kernels(folder):
     os.environ["PYTHONPATH"] = str(folder)
 
 
+def ranks_on_a_cpu(n):
+    """A core each, and no NCCL: where torch's wheel has brought it SGLang would use it on a CPU, too."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(n))
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
+
+
 def main(args):
     with tempfile.TemporaryDirectory() as folder:
         without_kernels(folder)
+        if args.ranks > 1:
+            ranks_on_a_cpu(args.ranks)
         found = served.compare(args, SWITCH)
         report, checks = served.report(args, found), served.checks(found)
         if args.kv_dtypes:
@@ -65,7 +74,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    arguments = served.parser(__doc__).parse_args()
+    parser = served.parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="of a tensor parallel group, each a process (1)")
+    arguments = parser.parse_args()
     if arguments.child is not None:
         served.child(arguments, Engine)
     else:
