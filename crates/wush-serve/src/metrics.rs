@@ -67,11 +67,13 @@ impl Outcome {
     }
 }
 
+/// Endpoint, status and outcome of a request.
+type Ending = (&'static str, Option<u16>, Outcome);
+
 /// What a server counts.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    /// By endpoint, status and outcome.
-    requests: Mutex<BTreeMap<(&'static str, Option<u16>, Outcome), u64>>,
+    requests: Mutex<BTreeMap<Ending, u64>>,
     pub(crate) n_prompt_tokens: Number,
     pub(crate) n_reused_tokens: Number,
     pub(crate) n_generated_tokens: Number,
