@@ -2,6 +2,8 @@
 import json
 
 NAME = "wush_text"
+# By how much, relatively, two bits must move a perplexity, up or down on so short a text; another order of f32 sums moves one by some 1e-6.
+MOVED = 1e-4
 TASK = """
 task: wush_text
 dataset_path: json
