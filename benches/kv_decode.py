@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The decode kernel of wush-kv's packed cache beside PyTorch's attention over a bfloat16 cache, and its encoder. Needs wush-kv, a GPU, triton.
 
-    python3 benches/kv_decode.py [--bits 2] [--shapes 1x4096,8x32768] [--tile TOKENS,WARPS,PARTS]
+    python3 benches/kv_decode.py [--bits 2] [--shapes 1x4096,8x32768] [--tile TOKENS,PARTS]
 
 32 query and 8 KV heads of 128, one new query a sequence, 64 tokens of sink and 260 of recent window beside the packed ones; the shapes are
 sequences and tokens. A call's time is that of a captured graph of calls over inputs of their own, more than the card's cache holds, so neither
@@ -50,10 +50,10 @@ def tokens(batch, n):
 
 
 def stored(batch, n_tokens, bits):
-    record = Codec(DIM, bits).n_bytes // 4
-    packed = torch.randint(-(2**31), 2**31 - 1, (batch, KV_HEADS, n_tokens, record), dtype=torch.int32, device=DEVICE)
-    packed[..., -1] = SCALES
-    return attend.Stored(tokens(batch, SINK), packed, tokens(batch, RECENT))
+    n_words = Codec(DIM, bits).n_bytes // 4 - 1
+    packed = torch.randint(-(2**31), 2**31 - 1, (batch, KV_HEADS, n_tokens, n_words), dtype=torch.int32, device=DEVICE)
+    scales = torch.full((batch, KV_HEADS, n_tokens), SCALES, dtype=torch.int32, device=DEVICE)
+    return attend.Stored(tokens(batch, SINK), packed, scales, tokens(batch, RECENT))
 
 
 def packed_attention(batch, n_tokens, bits):
@@ -86,10 +86,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", type=int, default=2)
     parser.add_argument("--shapes", default="1x4096,1x32768,8x4096,8x32768")
-    parser.add_argument("--tile", help="another tile than the package's: tokens, warps, parts a multiprocessor")
+    parser.add_argument("--tile", help="another tile than the package's: tokens, parts a multiprocessor")
     args = parser.parse_args()
     if args.tile:
-        attend.BLOCK, attend.WARPS, attend.PROGRAMS_PER_PROCESSOR = map(int, args.tile.split(","))
+        attend.BLOCK, attend.PROGRAMS_PER_PROCESSOR = map(int, args.tile.split(","))
     print(f"{torch.cuda.get_device_name()}, {args.bits} bits\n\n| sequences x tokens | packed, µs | TB/s | bfloat16, µs | TB/s |\n|---|---|---|---|---|")
     for shape in args.shapes.split(","):
         batch, n_tokens = map(int, shape.split("x"))

@@ -150,7 +150,7 @@ def through_the_kernel(monkeypatch):
 
     calls, real = [], attend.attend_packed
     monkeypatch.setattr(attend, "attend_packed", lambda *args: calls.append(1) or real(*args))
-    monkeypatch.setattr(attend, "BLOCK", 32)  # several tiles and parts of few tokens
+    monkeypatch.setattr(attend, "MIN_PART", 64)  # several parts of two tiles each
     if INTERPRETED:
         monkeypatch.setattr(encode, "TOKENS", 64)  # a program takes as long as a token
     return calls

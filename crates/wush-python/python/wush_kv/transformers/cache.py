@@ -32,6 +32,7 @@ class Side:
         self.packer = packer
         self.sink: Tensor | None = None
         self.packed: Tensor | None = None
+        self.scales: Tensor | None = None
         self.recent: Tensor | None = None
 
     def append(self, x: Tensor) -> None:
@@ -51,38 +52,49 @@ class Side:
         assert self.recent is not None and self.packer is not None
         words = self.packer.pack(self.recent[rows][:, :, begin : begin + n])
         if self.packed is None:
-            self.packed = words.new_zeros(self.recent.shape[0], words.shape[1], 0, words.shape[3])
-        missing = slot + n - self.packed.shape[2]
-        if missing > 0:
-            batch, heads, _, n_words = self.packed.shape
-            room = self.packed.new_zeros(batch, heads, -(-missing // PAGE) * PAGE, n_words)
-            self.packed = torch.cat([self.packed, room], dim=2)
-        self.packed[rows, :, slot : slot + n] = words
+            none = words.new_zeros(self.recent.shape[0], words.shape[1], 0, words.shape[3])
+            self.packed, self.scales = none[..., 1:], none[..., 0]
+        assert self.scales is not None
+        # Apart: so codes lie at round addresses, and a kernel reads several words at once.
+        self.packed, self.scales = (_with_slots(x, slot + n) for x in (self.packed, self.scales))
+        self.packed[rows, :, slot : slot + n] = words[..., :-1]
+        self.scales[rows, :, slot : slot + n] = words[..., -1]
 
     def drop(self, n_recent: int, n_packed: int) -> None:
         """Forget the oldest tokens of the recent window and of the packed part."""
         if n_recent > 0 and self.recent is not None:
             self.recent = self.recent[:, :, n_recent:].contiguous()
         if n_packed > 0 and self.packed is not None:
-            self.packed = self.packed[:, :, n_packed:].contiguous()
+            assert self.scales is not None
+            self.packed, self.scales = (x[:, :, n_packed:].contiguous() for x in (self.packed, self.scales))
 
     def read(self, n_packed: int) -> Tensor:
         """Sink, the first packed tokens unpacked, recent window: one tensor in the model's dtype."""
         assert self.recent is not None
         parts = [] if self.sink is None else [self.sink]
         if n_packed > 0 and self.packed is not None and self.packer is not None:
-            parts.append(self.packer.unpack(self.packed[:, :, :n_packed]).to(self.recent.dtype))
+            assert self.scales is not None
+            words = torch.cat([self.packed[:, :, :n_packed], self.scales[:, :, :n_packed, None]], dim=-1)
+            parts.append(self.packer.unpack(words).to(self.recent.dtype))
         return torch.cat([*parts, self.recent], dim=2) if parts else self.recent
 
     def select(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order."""
-        for name in ("sink", "packed", "recent"):
+        for name in ("sink", "packed", "scales", "recent"):
             x = getattr(self, name)
             setattr(self, name, None if x is None else x.index_select(0, rows.to(x.device)))
 
     def n_bytes(self) -> int:
         """Bytes allocated."""
-        return sum(x.nbytes for x in (self.sink, self.packed, self.recent) if x is not None)
+        return sum(x.nbytes for x in (self.sink, self.packed, self.scales, self.recent) if x is not None)
+
+
+def _with_slots(x: Tensor, n_slots: int) -> Tensor:
+    """The same with at least so many slots, `[batch, n_kv_heads, slots, …]`: whole pages more where it has fewer."""
+    missing = n_slots - x.shape[2]
+    if missing <= 0:
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:2], -(-missing // PAGE) * PAGE, *x.shape[3:])], dim=2)
 
 
 class WushLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -161,7 +173,10 @@ class WushLayer(CacheLayerMixin):  # type: ignore[misc]
             from wush_kv.transformers.kernels import attend as kernel
 
             if kernel.fits(query.shape[1], self.plan.n_kv_heads, n_queries, query.dtype):
-                keys, values = (kernel.Stored(side.sink, side.packed, side.recent) for side in self.sides)  # type: ignore[arg-type]
+                keys, values = (
+                    kernel.Stored(side.sink, side.packed, side.scales, side.recent)  # type: ignore[arg-type]
+                    for side in self.sides
+                )
                 places = kernel.Places(
                     rows=self._rows(query.device),
                     sink=self.plan.windows.sink,
