@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from wush_kv import Bundle, WushError
@@ -180,7 +180,6 @@ def load(
     model.wush = Adapter(model, found, kv_bits, windows, quantizer, kernels)
     model.wush.check_live()
     _give_cache(model)
-    model.register_forward_pre_hook(_refuse_nothing, with_kwargs=True)
     return model
 
 
@@ -197,7 +196,10 @@ def _give_cache(model: PreTrainedModel) -> None:
     adapter: Adapter = model.wush
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if generation_config.use_cache is False or model_kwargs.get(adapter.cache_argument) is not None:
+        given = model_kwargs.get(adapter.cache_argument)
+        if isinstance(given, WushCache):
+            _check_prompt(given, model_kwargs)
+        if generation_config.use_cache is False or given is not None:
             return usual(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.cache_implementation not in (None, "dynamic", "hybrid"):
             raise WushError(
@@ -211,12 +213,13 @@ def _give_cache(model: PreTrainedModel) -> None:
     model._prepare_cache_for_generation = prepare
 
 
-def _refuse_nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward: refuse no tokens, which is what `generate` leaves of a prompt that its cache already holds."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    for given in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
-        if isinstance(cache, WushCache) and isinstance(given, Tensor) and given.shape[1] == 0:
-            raise WushError(f"no new tokens: the cache holds {cache.get_seq_length()}, and its text goes on after them")
+def _check_prompt(cache: WushCache, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a prompt that the cache holds already: nothing would be left to compute."""
+    n_cached = cache.get_seq_length()
+    for name in ("attention_mask", "position_ids"):
+        given = model_kwargs.get(name)
+        if isinstance(given, Tensor) and given.dim() == 2 and given.shape[1] <= n_cached:
+            raise WushError(f"no new tokens: the cache holds {n_cached}, the prompt has {given.shape[1]}")
 
 
 def _sliding_windows(config: Any) -> list[int | None]:
