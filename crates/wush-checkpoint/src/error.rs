@@ -127,13 +127,16 @@ impl CheckpointError {
             }
             Self::Hub { kind, id, problem } => Some(problem.hint(*kind, id)),
             Self::Tokenizer { .. } => Some(
-                "text that is calibrated on or scored can also be given as token ids (a .json file of id lists), to go \
-                 without a tokenizer"
+                "download tokenizer.json again, or write it anew with Python: AutoTokenizer.from_pretrained(DIR, \
+                 use_fast=True).save_pretrained(DIR); only to calibrate or to score, a .json file of token ids in place of \
+                 text goes without a tokenizer"
                     .to_owned(),
             ),
-            Self::ChatTemplate { .. } => Some("pass --chat never to continue the prompt as it is".to_owned()),
+            Self::ChatTemplate { .. } => {
+                Some("pass --chat never to `wush generate` to continue the prompt as it is, or mend the template".to_owned())
+            }
             Self::NoTokenizer { .. } => Some(
-                "write one with Python: AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR); or, to \
+                "write one with Python: AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR); or, only to \
                  calibrate, pass --calib FILE.json with token ids"
                     .to_owned(),
             ),
