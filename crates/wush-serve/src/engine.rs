@@ -120,6 +120,8 @@ struct Sequence {
     n_new: usize,
     /// The token that goes in next.
     next: u32,
+    /// When it was chosen.
+    chosen: Instant,
 }
 
 pub(crate) struct Engine<'a> {
@@ -256,8 +258,17 @@ impl<'a> Engine<'a> {
             }
             match self.start(&job) {
                 Ok((id, n_fed)) => {
-                    let (scored, n_new, next) = (Vec::new(), 0, 0);
-                    self.prefilling.push_back(Sequence { job, id, n_fed, n_reused: n_fed, scored, n_new, next });
+                    let (scored, n_new, next, chosen) = (Vec::new(), 0, 0, job.came);
+                    self.prefilling.push_back(Sequence {
+                        job,
+                        id,
+                        n_fed,
+                        n_reused: n_fed,
+                        scored,
+                        n_new,
+                        next,
+                        chosen,
+                    });
                 }
                 Err(error) => job.tell(Told::Failed(error.to_string())),
             }
@@ -411,9 +422,8 @@ impl Sequence {
     fn choose(&mut self, logits: &[f32], ends: &BTreeSet<u32>, metrics: &Metrics) -> Option<Finish> {
         let id = self.job.sampler.pick(logits);
         let scored = self.job.n_top.map(|n_top| score(logits, id, n_top));
-        if self.n_new == 0 {
-            metrics.first_token.observe(self.job.came.elapsed());
-        }
+        let times = if self.n_new == 0 { &metrics.first_token } else { &metrics.next_token };
+        times.observe(std::mem::replace(&mut self.chosen, Instant::now()).elapsed());
         self.n_new += 1;
         self.next = id;
         metrics.n_generated_tokens.add(1);

@@ -7,8 +7,8 @@
 //!
 //! [`serve`] in `server.rs` is the way from an address to an orderly end; `connection.rs` watches each client and counts its
 //! requests. `routes.rs` has the endpoints. A request goes through
-//! `fields.rs` (JSON, nothing unknown), `plan.rs` (checked against the model and the limits) and `engine.rs`, the one thread that
-//! owns decoder and cache; its tokens become text in `text.rs` and JSON in `reply.rs`.
+//! `fields.rs` (JSON, nothing unknown), `plan.rs` (what was asked for), `prompts.rs` (tokens, checked against the model and the limits) and `engine.rs`, the one thread that
+//! owns decoder and cache; its tokens become text in `text.rs` and `vocabulary.rs`, and JSON in `reply.rs`.
 //!
 //! # What holds
 //!
@@ -34,12 +34,14 @@ mod limits;
 mod metrics;
 mod plan;
 mod prefix;
+mod prompts;
 mod reply;
 mod routes;
 mod score;
 mod server;
 mod stops;
 mod text;
+mod vocabulary;
 
 pub use auth::ApiKey;
 pub use error::{Result, ServeError};

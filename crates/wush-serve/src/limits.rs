@@ -63,6 +63,8 @@ pub(crate) const MAX_BUFFER_BYTES: usize = 64 << 10;
 pub(crate) const MAX_PROMPTS: usize = 128;
 /// Alternatives that are listed of a token.
 pub(crate) const MAX_LOGPROBS: usize = 20;
+/// Log probabilities of one answer, of tokens and alternatives: some 200 bytes each until they are sent.
+pub(crate) const MAX_SCORES: usize = 1 << 20;
 /// Strings that end a text.
 pub(crate) const MAX_STOPS: usize = 16;
 /// Bytes of such a string.

@@ -80,6 +80,7 @@ pub(crate) struct Metrics {
     pub(crate) n_cancelled: Number,
     pub(crate) n_steps: Number,
     pub(crate) first_token: Histogram,
+    pub(crate) next_token: Histogram,
     /// Whole requests for text.
     pub(crate) request: Histogram,
     running: Number,
@@ -124,6 +125,7 @@ impl Metrics {
         page.single("wush_running_sequences", "gauge", "sequences that are computed", self.running.get());
         page.single("wush_waiting_sequences", "gauge", "sequences that wait", self.waiting.get());
         page.histogram("wush_first_token_seconds", "time from a request to its first token", &self.first_token);
+        page.histogram("wush_next_token_seconds", "time from a token of a text to its next", &self.next_token);
         page.histogram("wush_request_seconds", "time from a request for text to the end of its answer", &self.request);
         page.single("wush_cache_budget_bytes", "gauge", "bytes that the cache may take", budget);
         if let Some(census) = census {

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::engine::Finish;
 use crate::text::{Entry, EntryScores};
+use crate::vocabulary::TokenText;
 
 /// Which of the two forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,26 +157,27 @@ fn completion_scores(entries: Option<Vec<Entry>>) -> Value {
     for Entry { token, scored, offset } in entries {
         logprobs.push(scored.as_ref().map_or(Value::Null, |scored| scored.logprob.into()));
         tops.push(scored.map_or(Value::Null, |scored| alternatives(&token, scored)));
-        tokens.push(token);
+        tokens.push(token.shown().into_owned());
         offsets.push(offset);
     }
     json!({ "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets })
 }
 
 /// By text. Of tokens with the same text the most likely counts.
-fn alternatives(token: &str, EntryScores { logprob, top }: EntryScores) -> Value {
+fn alternatives(token: &TokenText, EntryScores { logprob, top }: EntryScores) -> Value {
     let mut by_text = Map::new();
-    for (text, logprob) in top {
-        by_text.entry(text).or_insert_with(|| logprob.into());
+    for (text, logprob) in &top {
+        by_text.entry(text.shown()).or_insert_with(|| (*logprob).into());
     }
-    by_text.entry(token).or_insert_with(|| logprob.into());
+    by_text.entry(token.shown()).or_insert_with(|| logprob.into());
     by_text.into()
 }
 
 /// `logprobs` of a chat's answer.
 fn chat_scores(entries: Option<Vec<Entry>>) -> Value {
     let Some(entries) = entries else { return Value::Null };
-    let one = |token: &str, logprob: f64| json!({ "token": token, "logprob": logprob, "bytes": token.as_bytes() });
+    let one =
+        |token: &TokenText, logprob: f64| json!({ "token": token.shown(), "logprob": logprob, "bytes": token.bytes() });
     let content = entries.into_iter().filter_map(|Entry { token, scored, .. }| {
         let EntryScores { logprob, top } = scored?;
         let mut of_token = one(&token, logprob);
@@ -190,10 +192,14 @@ mod tests {
     use super::*;
 
     fn piece() -> Piece {
-        let scored = EntryScores { logprob: -2.0, top: vec![("b".to_owned(), -0.5), ("b".to_owned(), -0.7)] };
+        let text = |text: &str| TokenText::Text(text.to_owned());
+        let scored = EntryScores {
+            logprob: -2.0,
+            top: vec![(text("b"), -0.5), (text("b"), -0.7), (TokenText::Number(9), -3.0)],
+        };
         let entries = vec![
-            Entry { token: "x".to_owned(), scored: None, offset: 0 },
-            Entry { token: "a".to_owned(), scored: Some(scored), offset: 1 },
+            Entry { token: text("x"), scored: None, offset: 0 },
+            Entry { token: text("a"), scored: Some(scored), offset: 1 },
         ];
         Piece { index: 0, text: "xa".to_owned(), entries: Some(entries), finish: Some(Finish::Length) }
     }
@@ -207,7 +213,7 @@ mod tests {
         let choice = &found["choices"][0];
         assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("xa"), &json!("length")));
         let expected = json!({ "tokens": ["x", "a"], "token_logprobs": [null, -2.0], "text_offset": [0, 1],
-            "top_logprobs": [null, { "a": -2.0, "b": -0.5 }] });
+            "top_logprobs": [null, { "a": -2.0, "b": -0.5, "token_id:9": -3.0 }] });
         assert_eq!(choice["logprobs"], expected);
         assert!(heading.opening().is_none());
     }
@@ -219,6 +225,7 @@ mod tests {
         assert_eq!(whole["choices"][0]["message"], json!({ "role": "assistant", "content": "xa" }));
         let content = &whole["choices"][0]["logprobs"]["content"];
         assert_eq!((content[0]["bytes"].clone(), content.as_array().map(Vec::len)), (json!([97]), Some(1)));
+        assert_eq!(content[0]["top_logprobs"][2], json!({ "token": "token_id:9", "logprob": -3.0, "bytes": null }));
         let piece = heading.piece(Piece { text: "y".to_owned(), ..Piece::default() });
         assert_eq!(piece["object"], "chat.completion.chunk");
         assert_eq!(piece["choices"][0]["delta"], json!({ "content": "y" }));

@@ -17,7 +17,6 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, channel, unbounded_channel};
 use tokio::sync::{Semaphore, oneshot};
 use wush_checkpoint::chat::ChatTemplate;
-use wush_checkpoint::tokenizer::TextTokenizer;
 
 use crate::auth::ApiKey;
 use crate::body::read_body;
@@ -25,10 +24,12 @@ use crate::engine::{Census, Finish, Job, Message, Told};
 use crate::error::ApiError;
 use crate::limits::{LARGE_BODY_BYTES, MAX_ENCODERS, SILENCE};
 use crate::metrics::Metrics;
-use crate::plan::{self, Encoded, Options, Prompt, Shape, no_model};
+use crate::plan::{self, Options, no_model};
+use crate::prompts::{self, Encoded, Prompt, Shape};
 use crate::reply::{Form, Heading, Piece, Usage};
 use crate::stops::Stops;
 use crate::text::{Delta, Writer, prompt_entries};
+use crate::vocabulary::Vocabulary;
 
 /// Pieces of a stream that wait for a slow reader; more wait as tokens.
 const PIECES_AHEAD: usize = 16;
@@ -39,7 +40,7 @@ const WAITING: &[u8] = b": waiting\n\n";
 pub(crate) struct App {
     /// The model's name, and what else it may be called.
     pub(crate) names: Vec<String>,
-    pub(crate) tokenizer: TextTokenizer,
+    pub(crate) vocabulary: Vocabulary,
     pub(crate) template: Option<ChatTemplate>,
     pub(crate) shape: Shape,
     pub(crate) key: Option<ApiKey>,
@@ -111,7 +112,7 @@ async fn completions(State(app): Shared, request: Request) -> Result<Response, A
     let body = read_body(request, app.shape.limits.max_body_bytes, &app.stops).await?;
     let (app, prompts, options) = encoding(app, body.len(), move |app| {
         let (prompts, options) = plan::completion(&body, &app.names)?;
-        let prompts = prompts.encode(&app.tokenizer, &app.shape, &options)?;
+        let prompts = prompts.encode(&app.vocabulary.tokenizer, &app.shape, &options)?;
         app.prompts("prompt", prompts, options)
     })
     .await?;
@@ -126,7 +127,7 @@ async fn chat_completions(State(app): Shared, request: Request) -> Result<Respon
             let message = "the model has no chat template: send text to /v1/completions";
             return Err(ApiError { code: "no_chat_template", ..ApiError::invalid("messages", message) });
         };
-        let prompt = plan::encode_chat(template, &app.tokenizer, &app.shape, &messages)?;
+        let prompt = prompts::encode_chat(template, &app.vocabulary.tokenizer, &app.shape, &messages)?;
         app.prompts("messages", vec![prompt], options)
     })
     .await?;
@@ -179,7 +180,9 @@ impl App {
         options: Options,
     ) -> Result<(Vec<Prompt>, Options), ApiError> {
         let checked = prompts.into_iter().map(|prompt| self.shape.prompt(prompt, options.max_new, field));
-        Ok((checked.collect::<Result<_, _>>()?, options))
+        let prompts = checked.collect::<Result<Vec<_>, _>>()?;
+        prompts::check_scores(&prompts, &options)?;
+        Ok((prompts, options))
     }
 
     /// Hands prompts to the engine, all or none.
@@ -318,7 +321,7 @@ impl<'a> Texts<'a> {
     fn new(app: &'a App, prompts: &'a [Prompt], options: &'a Options, answer: Answer) -> Self {
         let writer = |prompt: &'a Prompt| {
             let n_chars = if options.echoes { prompt.text.chars().count() } else { 0 };
-            Some(Writer::new(&app.tokenizer, &prompt.ids, n_chars, &options.stops))
+            Some(Writer::new(&app.vocabulary, &prompt.ids, n_chars, &options.stops))
         };
         let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
         let usage = Usage { n_prompt, ..Usage::default() };
@@ -350,7 +353,7 @@ impl<'a> Texts<'a> {
                 }
                 let Prompt { ids, text, n_added, .. } = &self.prompts[index];
                 let entries = match scores {
-                    true => prompt_entries(&self.app.tokenizer, ids, *n_added, scored).map_err(failed)?,
+                    true => prompt_entries(&self.app.vocabulary, ids, *n_added, scored).map_err(failed)?,
                     false => Vec::new(),
                 };
                 (Delta { text: text.clone(), entries, is_stopped: false }, None)

@@ -25,10 +25,12 @@ use crate::engine::{Engine, Message};
 use crate::error::{Result, ServeError};
 use crate::limits::{HEAD_TIME, LAST_WORDS, Limits, MAX_BUFFER_BYTES, MAX_CONNECTIONS};
 use crate::metrics::Metrics;
-use crate::plan::{Shape, fresh_seed};
+use crate::plan::fresh_seed;
+use crate::prompts::Shape;
 use crate::reply::now;
 use crate::routes::{App, router};
 use crate::stops::Stops;
+use crate::vocabulary::Vocabulary;
 
 /// Threads that answer; the engine's work runs on the process's pool.
 const ANSWERING_THREADS: usize = 2;
@@ -99,7 +101,7 @@ pub fn serve(served: Served<'_>, settings: Settings, monitor: &dyn Monitor) -> R
     let metrics = Arc::new(Metrics::default());
     let app = Arc::new(App {
         names,
-        tokenizer,
+        vocabulary: Vocabulary::new(tokenizer),
         template,
         shape: Shape { spec: batch.spec().clone(), config: config.clone(), limits },
         key,

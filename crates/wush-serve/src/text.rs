@@ -3,17 +3,14 @@
 
 use wush_checkpoint::Result;
 use wush_checkpoint::stream::TextStream;
-use wush_checkpoint::tokenizer::TextTokenizer;
 
 use crate::score::Scored;
-
-/// What a decoder gives for bytes that are no character.
-const REPLACEMENT: char = '\u{fffd}';
+use crate::vocabulary::{TokenText, Vocabulary};
 
 /// A token and what the model says of it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Entry {
-    pub(crate) token: String,
+    pub(crate) token: TokenText,
     /// Of the first token of a text the model says nothing.
     pub(crate) scored: Option<EntryScores>,
     /// Characters of the text before it.
@@ -24,7 +21,7 @@ pub(crate) struct Entry {
 pub(crate) struct EntryScores {
     pub(crate) logprob: f64,
     /// The most likely tokens, most likely first.
-    pub(crate) top: Vec<(String, f64)>,
+    pub(crate) top: Vec<(TokenText, f64)>,
 }
 
 /// What became known of a text.
@@ -38,7 +35,7 @@ pub(crate) struct Delta {
 
 /// One text that grows.
 pub(crate) struct Writer<'a> {
-    tokenizer: &'a TextTokenizer,
+    vocabulary: &'a Vocabulary,
     stream: TextStream<'a>,
     stops: &'a [String],
     /// Text that may be the beginning of a stop string.
@@ -53,9 +50,9 @@ pub(crate) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     /// Text after a prompt, of which `n_chars` characters stand before it.
-    pub(crate) fn new(tokenizer: &'a TextTokenizer, prompt: &[u32], n_chars: usize, stops: &'a [String]) -> Self {
-        let stream = TextStream::after(tokenizer, prompt);
-        Self { tokenizer, stream, stops, held: String::new(), n_chars, n_out: n_chars, pending: Vec::new() }
+    pub(crate) fn new(vocabulary: &'a Vocabulary, prompt: &[u32], n_chars: usize, stops: &'a [String]) -> Self {
+        let stream = TextStream::after(&vocabulary.tokenizer, prompt);
+        Self { vocabulary, stream, stops, held: String::new(), n_chars, n_out: n_chars, pending: Vec::new() }
     }
 
     /// One token more. After a delta that is stopped nothing may follow.
@@ -64,7 +61,8 @@ impl<'a> Writer<'a> {
     /// `Tokenizer`.
     pub(crate) fn push(&mut self, id: u32, scored: Option<Scored>) -> Result<Delta> {
         if let Some(scored) = scored {
-            self.pending.push(entry(self.tokenizer, id, Some(scored), self.n_chars)?);
+            let token = self.vocabulary.text_of(id)?;
+            self.pending.push(entry(self.vocabulary, token, Some(scored), self.n_chars)?);
         }
         let text = self.stream.push(id)?;
         Ok(self.release(&text))
@@ -75,7 +73,8 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// As [`Writer::push`].
     pub(crate) fn finish(mut self) -> Result<Delta> {
-        let rest = std::mem::replace(&mut self.stream, TextStream::after(self.tokenizer, &[])).finish()?;
+        let nothing = TextStream::after(&self.vocabulary.tokenizer, &[]);
+        let rest = std::mem::replace(&mut self.stream, nothing).finish()?;
         let mut delta = self.release(&rest);
         if !delta.is_stopped {
             delta.text += &self.held;
@@ -117,19 +116,20 @@ impl<'a> Writer<'a> {
 /// # Errors
 /// `Tokenizer`.
 pub(crate) fn prompt_entries(
-    tokenizer: &TextTokenizer,
+    vocabulary: &Vocabulary,
     ids: &[u32],
     n_added: usize,
     scored: Vec<Scored>,
 ) -> Result<Vec<Entry>> {
-    let mut stream = TextStream::verbatim(tokenizer);
+    let mut stream = TextStream::verbatim(&vocabulary.tokenizer);
     let mut n_chars = 0;
     let scored = std::iter::once(None).chain(scored.into_iter().map(Some));
     ids.iter()
         .zip(scored)
         .enumerate()
         .map(|(at, (&id, scored))| {
-            let entry = entry(tokenizer, id, scored, n_chars)?;
+            let token = if at == n_added { vocabulary.first_text_of(id)? } else { vocabulary.text_of(id)? };
+            let entry = entry(vocabulary, token, scored, n_chars)?;
             if at >= n_added {
                 n_chars += stream.push(id)?.chars().count();
             }
@@ -138,39 +138,26 @@ pub(crate) fn prompt_entries(
         .collect()
 }
 
-fn entry(tokenizer: &TextTokenizer, id: u32, scored: Option<Scored>, offset: usize) -> Result<Entry> {
-    let token = token_text(tokenizer, id)?;
+fn entry(vocabulary: &Vocabulary, token: TokenText, scored: Option<Scored>, offset: usize) -> Result<Entry> {
     let scores = |Scored { logprob, top }: Scored| -> Result<EntryScores> {
-        let top = top.into_iter().map(|(id, logprob)| Ok((token_text(tokenizer, id)?, logprob)));
+        let top = top.into_iter().map(|(id, logprob)| Ok((vocabulary.text_of(id)?, logprob)));
         Ok(EntryScores { logprob, top: top.collect::<Result<_>>()? })
     };
     Ok(Entry { token, scored: scored.map(scores).transpose()?, offset })
 }
 
-/// A token's own text; its number where it is no whole characters.
-fn token_text(tokenizer: &TextTokenizer, id: u32) -> Result<String> {
-    let text = tokenizer.decode(&[id])?;
-    Ok(if text.contains(REPLACEMENT) { format!("token_id:{id}") } else { text })
-}
-
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
-
-    fn tokenizer() -> TextTokenizer {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/demo-model");
-        TextTokenizer::open(&dir).expect("the demo model's tokenizer")
-    }
+    use crate::vocabulary::tests::demo;
 
     /// What a text becomes, token by token, and whether a stop string ended it.
     fn written(text: &str, stops: &[&str]) -> (Vec<String>, bool) {
-        let tokenizer = tokenizer();
+        let vocabulary = demo();
         let stops: Vec<String> = stops.iter().map(|&stop| stop.to_owned()).collect();
-        let mut writer = Writer::new(&tokenizer, &[], 0, &stops);
+        let mut writer = Writer::new(&vocabulary, &[], 0, &stops);
         let mut pieces = Vec::new();
-        for id in tokenizer.encode(text).expect("encoded") {
+        for id in vocabulary.tokenizer.encode(text).expect("encoded") {
             let delta = writer.push(id, None).expect("decoded");
             pieces.push(delta.text);
             if delta.is_stopped {
@@ -197,7 +184,7 @@ mod tests {
             let (pieces, is_stopped) = written(text, &stops);
             assert_eq!(pieces.concat(), expected, "{stops:?}");
             assert_eq!(is_stopped, expected != text, "{stops:?}");
-            assert!(pieces.iter().all(|piece| !piece.contains(REPLACEMENT)), "{pieces:?}");
+            assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
         }
     }
 
@@ -210,29 +197,30 @@ mod tests {
 
     #[test]
     fn entries_say_where_their_tokens_begin() {
-        let tokenizer = tokenizer();
+        let vocabulary = demo();
         let text = "caf\u{e9} \u{1f389} is open";
-        let ids = tokenizer.encode(text).expect("encoded");
+        let ids = vocabulary.tokenizer.encode(text).expect("encoded");
         let scored = vec![Scored { logprob: -1.0, top: vec![(ids[0], -0.5)] }; ids.len() - 1];
-        let entries = prompt_entries(&tokenizer, &ids, 0, scored).expect("decoded");
+        let entries = prompt_entries(&vocabulary, &ids, 0, scored).expect("decoded");
         assert_eq!(entries.len(), ids.len());
         assert!(entries[0].scored.is_none() && entries[1..].iter().all(|entry| entry.scored.is_some()));
-        for entry in entries.iter().filter(|entry| !entry.token.starts_with("token_id:")) {
-            let rest: String = text.chars().skip(entry.offset).collect();
-            assert!(rest.starts_with(&entry.token), "{entry:?}");
+        for Entry { token, offset, .. } in &entries {
+            let rest: String = text.chars().skip(*offset).collect();
+            assert!(token.bytes().is_none_or(|bytes| rest.as_bytes().starts_with(bytes)), "{token:?} at {offset}");
         }
-        assert!(entries.iter().any(|entry| entry.token.starts_with("token_id:")), "a character of several tokens");
+        assert!(entries.iter().any(|entry| entry.token.bytes().is_none()), "a character of several tokens");
     }
 
     /// A special token is part of a prompt's text where it was sent, and not where the tokenizer added it.
     #[test]
     fn special_tokens_of_a_prompt_count_where_they_stand_in_its_text() {
-        let tokenizer = tokenizer();
+        let vocabulary = demo();
+        let tokenizer = &vocabulary.tokenizer;
         let ids = [0, 0, tokenizer.encode("a").expect("encoded")[0]];
         let scored = vec![Scored { logprob: -1.0, top: Vec::new() }; 2];
         let n_name = tokenizer.decode(&[0]).expect("decoded").chars().count();
         for (n_added, expected) in [(1, [0, 0, n_name]), (0, [0, n_name, 2 * n_name])] {
-            let entries = prompt_entries(&tokenizer, &ids, n_added, scored.clone()).expect("decoded");
+            let entries = prompt_entries(&vocabulary, &ids, n_added, scored.clone()).expect("decoded");
             assert_eq!(entries.iter().map(|entry| entry.offset).collect::<Vec<_>>(), expected);
         }
     }
