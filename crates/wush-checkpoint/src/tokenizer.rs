@@ -7,7 +7,6 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +14,7 @@ use serde_json::Value;
 use tokenizers::{ModelWrapper, Tokenizer};
 use wush_format::FormatError;
 use wush_format::guard;
+use wush_format::json::open_regular;
 
 use crate::{Checkpoint, CheckpointError, Result};
 
@@ -235,7 +235,7 @@ fn invalid_config(path: &Path, detail: String) -> CheckpointError {
 }
 
 pub(crate) fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
-    let file = File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+    let file = open_regular(path)?;
     let mut bytes = Vec::new();
     file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| FormatError::io(path, "read", e))?;
     if bytes.len() as u64 > max_bytes {

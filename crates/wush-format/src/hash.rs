@@ -8,6 +8,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::json::open_regular;
 use crate::{FormatError, Result};
 
 /// A SHA-256 digest; lower-case hex in text and JSON.
@@ -97,9 +98,9 @@ const BLOCK: usize = 1 << 20;
 /// Digest and length in bytes of a file.
 ///
 /// # Errors
-/// [`FormatError::Io`] when it cannot be read.
+/// [`FormatError::Io`] when it cannot be read, or is no regular file.
 pub fn hash_file(path: &Path) -> Result<(Sha, u64)> {
-    let mut file = std::fs::File::open(path).map_err(|e| FormatError::io(path, "open", e))?;
+    let mut file = open_regular(path)?;
     let mut hasher = Sha256::new();
     let mut block = vec![0; BLOCK];
     let mut n_bytes = 0;
@@ -154,6 +155,18 @@ mod tests {
         let hex = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(Sha::of(b"abc").to_string(), hex);
         assert_eq!(hex.parse::<Sha>().expect("valid"), Sha::of(b"abc"));
+    }
+
+    /// Opening a pipe would wait for somebody who writes.
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pipe = folder.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs");
+        assert!(made.success());
+        let error = hash_file(&pipe).expect_err("no file").to_string();
+        assert!(error.ends_with("not a regular file"), "{error}");
     }
 
     #[test]
