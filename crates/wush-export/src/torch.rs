@@ -4,7 +4,7 @@
 //! content gives the same bytes. Source: torch's serialization format, version 3 of its archives.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{Cursor, Write};
 use std::path::Path;
 
 use wush_format::FormatError;
@@ -82,8 +82,9 @@ impl Tensor {
 pub fn write_torch_file(path: &Path, value: &Value) -> Result<()> {
     let (program, storages) = pickle::encode(value)?;
     let io = |e: std::io::Error| ExportError::from(FormatError::io(path, "write", e));
-    let file = File::create_new(path).map_err(|e| FormatError::io(path, "create", e))?;
-    let mut zip = ZipWriter::new(BufWriter::new(file));
+    let mut file = File::create_new(path).map_err(|e| FormatError::io(path, "create", e))?;
+    // In memory first: rotations take some megabytes, and an archive whose writing fails speaks of it on stderr itself.
+    let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
     let mut put = |name: &str, bytes: &[u8]| -> std::io::Result<()> {
         zip.start_file(format!("{ROOT}/{name}"), options())?;
         zip.write_all(bytes)
@@ -94,8 +95,8 @@ pub fn write_torch_file(path: &Path, value: &Value) -> Result<()> {
         put(&format!("data/{key}"), &little_endian(data)).map_err(io)?;
     }
     put("version", VERSION).map_err(io)?;
-    let mut file = zip.finish().map_err(|e| io(e.into()))?;
-    file.flush().map_err(io)
+    let archive = zip.finish().map_err(|e| io(e.into()))?.into_inner();
+    file.write_all(&archive).map_err(io)
 }
 
 /// Entries as they are, without a time, at [`ALIGNMENT`].

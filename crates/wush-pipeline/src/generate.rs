@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use wush_checkpoint::stream::TextStream;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
+use wush_format::text::human_bytes;
 use wush_generate::{Sampler, Session, bf16_bytes, most_bytes};
 use wush_model::resident::stored_bytes;
 use wush_runtime::CacheConfig;
@@ -25,7 +26,6 @@ use crate::request::{CodeBits, Environment, GenerateRequest, KvBits};
 use crate::sensitivity::average_bits;
 use crate::{PipelineError, Result};
 use prompt::Prompt;
-use wush_format::text::human_bytes;
 
 /// Where the pieces of the text go; `Break` ends the generation.
 pub type TextSink<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;

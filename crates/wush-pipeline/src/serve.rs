@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use wush_checkpoint::chat::ChatTemplate;
 use wush_checkpoint::tokenizer::{TextTokenizer, eos_token_ids};
-use wush_format::text::is_plain;
+use wush_format::text::{human_bytes, is_plain};
 use wush_generate::{Batch, activation_bytes};
 use wush_model::resident::stored_bytes;
 use wush_serve::{ApiKey, Limits, Served, Settings};
@@ -18,7 +18,9 @@ use crate::model::Model;
 use crate::report::{ModelInfo, ServeReport};
 use crate::request::{Environment, ServeRequest};
 use crate::{PipelineError, Result};
-use wush_format::text::human_bytes;
+
+/// Sequences that may be computed, or wait, at most: more than any machine has memory for.
+const MOST_SEQUENCES: usize = 1 << 20;
 
 /// `--host`: this machine alone.
 pub const DEFAULT_HOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -56,7 +58,7 @@ pub fn serve(request: &ServeRequest, env: &Environment<'_>) -> Result<ServeRepor
     })
 }
 
-/// Numbers that must not be 0, and the key.
+/// Numbers that must not be 0 or without bound, and the key.
 fn settings(request: &ServeRequest) -> Result<Settings> {
     let limits = Limits { chunk: request.cache.chunk, ..request.limits };
     for (option, n) in [
@@ -68,6 +70,12 @@ fn settings(request: &ServeRequest) -> Result<Settings> {
     ] {
         if n == 0 {
             return Err(PipelineError::Option { option, expected: "at least 1".to_owned(), found: "0".to_owned() });
+        }
+    }
+    for (option, n) in [("--max-running", limits.max_running), ("--max-waiting", limits.max_waiting)] {
+        if n > MOST_SEQUENCES {
+            let expected = format!("at most {MOST_SEQUENCES}");
+            return Err(PipelineError::Option { option, expected, found: n.to_string() });
         }
     }
     let key = request.api_key.as_deref().map(|key| {
@@ -118,7 +126,7 @@ fn tell(
     let [total, weights, cache, activations] =
         [total, weights, limits.max_cache_bytes, activations + logits].map(human_bytes);
     env.monitor.note(&format!(
-        "memory     about {total} at most (weights as stored {weights}, cache {cache}, activations {activations})"
+        "memory     about {total} at most (weights as stored {weights}, cache {cache}, activations {activations}), beside bodies of requests"
     ));
     Ok(())
 }

@@ -47,7 +47,7 @@ pub(crate) struct Job {
     pub(crate) enough: Arc<AtomicBool>,
     pub(crate) came: Instant,
     /// Its place among the server's sequences.
-    pub(crate) _place: OwnedSemaphorePermit,
+    pub(crate) place: OwnedSemaphorePermit,
 }
 
 impl Job {
@@ -62,6 +62,13 @@ impl Job {
     /// Who went away is noticed by [`Job::is_wanted`].
     fn tell(&self, told: Told) {
         let _ = self.told.send((self.index, told));
+    }
+
+    /// The last word. Who reads it may ask again at once, so the place is free before.
+    fn end(self, told: Told) {
+        let Self { index, told: reader, place, .. } = self;
+        drop(place);
+        let _ = reader.send((index, told));
     }
 }
 
@@ -171,7 +178,7 @@ impl<'a> Engine<'a> {
             self.prefill();
             self.metrics.set_load(self.n_running(), self.waiting.len());
         }
-        self.waiting.drain(..).for_each(|job| job.tell(Told::Stopping));
+        self.waiting.drain(..).for_each(|job| job.end(Told::Stopping));
         for sequence in std::mem::take(&mut self.prefilling).into_iter().chain(std::mem::take(&mut self.decoding)) {
             self.end(sequence, Told::Stopping);
         }
@@ -210,7 +217,7 @@ impl<'a> Engine<'a> {
 
     fn take(&mut self, message: Message) {
         match message {
-            Message::Jobs(jobs) if self.stops => jobs.into_iter().for_each(|job| job.tell(Told::Stopping)),
+            Message::Jobs(jobs) if self.stops => jobs.into_iter().for_each(|job| job.end(Told::Stopping)),
             Message::Jobs(jobs) => self.waiting.extend(jobs),
             Message::Census(reply) => {
                 let (memory, reserved) = (self.batch.memory(), self.reserved());
@@ -220,7 +227,7 @@ impl<'a> Engine<'a> {
             }
             Message::Drain => {
                 self.stops = true;
-                self.waiting.drain(..).for_each(|job| job.tell(Told::Stopping));
+                self.waiting.drain(..).for_each(|job| job.end(Told::Stopping));
             }
             Message::End => {}
         }
@@ -270,7 +277,7 @@ impl<'a> Engine<'a> {
                         chosen,
                     });
                 }
-                Err(error) => job.tell(Told::Failed(error.to_string())),
+                Err(error) => job.end(Told::Failed(error.to_string())),
             }
         }
     }
@@ -409,7 +416,7 @@ impl<'a> Engine<'a> {
 
     fn end(&mut self, sequence: Sequence, told: Told) {
         self.remove(sequence.id);
-        sequence.job.tell(told);
+        sequence.job.end(told);
     }
 
     fn remove(&mut self, sequence: SequenceId) {

@@ -26,7 +26,7 @@ pub struct Limits {
 impl Limits {
     /// Sequences that a server holds, computed and waiting.
     pub(crate) fn max_sequences(&self) -> usize {
-        self.max_running + self.max_waiting
+        self.max_running.saturating_add(self.max_waiting)
     }
 }
 
@@ -51,6 +51,12 @@ pub(crate) const MAX_CONNECTIONS: usize = 1024;
 pub(crate) const HEAD_TIME: Duration = Duration::from_secs(60);
 /// Time that a client has to send its request's body in.
 pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
+/// Bytes of a body that is read whoever else sends one: so many a connection at most are held.
+pub(crate) const SMALL_BODY_BYTES: usize = 64 << 10;
+/// Larger bodies that are held at once; more wait for their turn.
+pub(crate) const MAX_LARGE_BODIES: usize = 16;
+/// Time that the engine has to say what the cache holds.
+pub(crate) const CENSUS_TIME: Duration = Duration::from_secs(1);
 /// Time that a client has to take something of its answer in, before it counts as gone.
 pub(crate) const TAKE_TIME: Duration = Duration::from_secs(60);
 /// The same at a server's end, and time that a last word to a client may take.

@@ -22,7 +22,7 @@ use crate::auth::ApiKey;
 use crate::body::read_body;
 use crate::engine::{Census, Finish, Job, Message, Told};
 use crate::error::ApiError;
-use crate::limits::{LARGE_BODY_BYTES, MAX_ENCODERS, SILENCE};
+use crate::limits::{CENSUS_TIME, LARGE_BODY_BYTES, MAX_ENCODERS, SILENCE};
 use crate::metrics::Metrics;
 use crate::plan::{self, Options, no_model};
 use crate::prompts::{self, Encoded, Prompt, Shape};
@@ -49,8 +49,12 @@ pub(crate) struct App {
     pub(crate) places: Arc<Semaphore>,
     pub(crate) encoders: Arc<Semaphore>,
     pub(crate) metrics: Arc<Metrics>,
+    /// Bodies that are no small ones, and read.
+    pub(crate) bodies: Arc<Semaphore>,
     /// Whether the server was asked to stop, or the engine is gone.
     pub(crate) stops: Arc<Stops>,
+    /// Whether the time is over that requests had to end in.
+    pub(crate) is_over: Arc<Stops>,
     pub(crate) number: AtomicU64,
     /// When the server started, seconds since 1970.
     pub(crate) started: u64,
@@ -109,9 +113,9 @@ async fn model(State(app): Shared, Path(name): Path<String>) -> Result<Response,
 }
 
 async fn completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
-    let body = read_body(request, app.shape.limits.max_body_bytes, &app.stops).await?;
-    let (app, prompts, options) = encoding(app, body.len(), move |app| {
-        let (prompts, options) = plan::completion(&body, &app.names)?;
+    let body = read_body(request, app.shape.limits.max_body_bytes, &app.bodies, &app.stops).await?;
+    let (app, prompts, options) = encoding(app, body.bytes.len(), move |app| {
+        let (prompts, options) = plan::completion(&body.bytes, &app.names)?;
         let prompts = prompts.encode(&app.vocabulary.tokenizer, &app.shape, &options)?;
         app.prompts("prompt", prompts, options)
     })
@@ -120,9 +124,9 @@ async fn completions(State(app): Shared, request: Request) -> Result<Response, A
 }
 
 async fn chat_completions(State(app): Shared, request: Request) -> Result<Response, ApiError> {
-    let body = read_body(request, app.shape.limits.max_body_bytes, &app.stops).await?;
-    let (app, prompts, options) = encoding(app, body.len(), move |app| {
-        let (messages, options) = plan::chat(&body, &app.names)?;
+    let body = read_body(request, app.shape.limits.max_body_bytes, &app.bodies, &app.stops).await?;
+    let (app, prompts, options) = encoding(app, body.bytes.len(), move |app| {
+        let (messages, options) = plan::chat(&body.bytes, &app.names)?;
         let Some(template) = &app.template else {
             let message = "the model has no chat template: send text to /v1/completions";
             return Err(ApiError { code: "no_chat_template", ..ApiError::invalid("messages", message) });
@@ -161,10 +165,11 @@ impl App {
         Arc::new(Semaphore::new(MAX_ENCODERS as usize))
     }
 
+    /// What the cache holds; none where the engine does not say so in time: it answers between its rounds.
     async fn census(&self) -> Option<Census> {
         let (reply, census) = oneshot::channel();
         self.engine.send(Message::Census(reply)).ok()?;
-        census.await.ok()
+        tokio::time::timeout(CENSUS_TIME, census).await.ok()?.ok()
     }
 
     fn model_card(&self) -> Value {
@@ -216,7 +221,7 @@ impl App {
             told: told.clone(),
             enough: enough.clone(),
             came,
-            _place: place,
+            place,
         });
         self.engine.send(Message::Jobs(jobs.collect())).map_err(|_| ApiError::stopping())?;
         Ok(Answer { events, enough })
@@ -331,8 +336,13 @@ impl<'a> Texts<'a> {
     /// What comes next; none when every text has ended.
     async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
         while self.writers.iter().any(Option::is_some) {
-            // The engine tells the end of everything, unless it is gone.
-            let (index, told) = self.answer.events.recv().await.ok_or_else(ApiError::stopping)?;
+            // The engine tells the end of everything, unless it is gone, or reads a long prompt when time is over.
+            let told = tokio::select! {
+                biased;
+                told = self.answer.events.recv() => told,
+                () = self.app.is_over.wait() => None,
+            };
+            let (index, told) = told.ok_or_else(ApiError::stopping)?;
             if self.writers[index].is_some()
                 && let Some(piece) = self.piece(index, told)?
             {

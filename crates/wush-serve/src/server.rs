@@ -23,7 +23,7 @@ use crate::auth::ApiKey;
 use crate::connection::{Host, converse};
 use crate::engine::{Engine, Message};
 use crate::error::{Result, ServeError};
-use crate::limits::{HEAD_TIME, LAST_WORDS, Limits, MAX_BUFFER_BYTES, MAX_CONNECTIONS};
+use crate::limits::{HEAD_TIME, LAST_WORDS, Limits, MAX_BUFFER_BYTES, MAX_CONNECTIONS, MAX_LARGE_BODIES};
 use crate::metrics::Metrics;
 use crate::plan::fresh_seed;
 use crate::prompts::Shape;
@@ -108,8 +108,10 @@ pub fn serve(served: Served<'_>, settings: Settings, monitor: &dyn Monitor) -> R
         engine,
         places: Arc::new(Semaphore::new(limits.max_sequences().min(Semaphore::MAX_PERMITS))),
         encoders: App::turns(),
+        bodies: Arc::new(Semaphore::new(MAX_LARGE_BODIES)),
         metrics: metrics.clone(),
         stops: Arc::default(),
+        is_over: Arc::default(),
         number: AtomicU64::new(fresh_seed()),
         started: now(),
     });
@@ -175,7 +177,9 @@ fn answer(runtime: &Runtime, listener: TcpListener, app: &Arc<App>, monitor: &dy
         let _ = app.engine.send(Message::Drain);
         let mut ended = pin!(connections.shutdown());
         if tokio::time::timeout(app.shape.limits.grace, &mut ended).await.is_err() {
+            // The engine looks between its rounds, and some are long: who waits is told now.
             let _ = app.engine.send(Message::End);
+            app.is_over.set();
             let _ = tokio::time::timeout(LAST_WORDS, &mut ended).await;
         }
     });

@@ -60,11 +60,12 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// `Tokenizer`.
     pub(crate) fn push(&mut self, id: u32, scored: Option<Scored>) -> Result<Delta> {
+        let text = self.stream.push(id)?;
         if let Some(scored) = scored {
             let token = self.vocabulary.text_of(id)?;
-            self.pending.push(entry(self.vocabulary, token, Some(scored), self.n_chars)?);
+            let offset = self.n_chars + chars_before(&token, &text);
+            self.pending.push(entry(self.vocabulary, token, Some(scored), offset)?);
         }
-        let text = self.stream.push(id)?;
         Ok(self.release(&text))
     }
 
@@ -129,13 +130,18 @@ pub(crate) fn prompt_entries(
         .enumerate()
         .map(|(at, (&id, scored))| {
             let token = if at == n_added { vocabulary.first_text_of(id)? } else { vocabulary.text_of(id)? };
-            let entry = entry(vocabulary, token, scored, n_chars)?;
-            if at >= n_added {
-                n_chars += stream.push(id)?.chars().count();
-            }
-            Ok(entry)
+            let text = if at >= n_added { stream.push(id)? } else { String::new() };
+            let offset = n_chars + chars_before(&token, &text);
+            n_chars += text.chars().count();
+            entry(vocabulary, token, scored, offset)
         })
         .collect()
+}
+
+/// Characters that a token let out and that are not its own: of bytes before it, which now are known to be no character.
+fn chars_before(token: &TokenText, text: &str) -> usize {
+    let TokenText::Text(own) = token else { return 0 };
+    text.strip_suffix(own.as_str()).map_or(0, |before| before.chars().count())
 }
 
 fn entry(vocabulary: &Vocabulary, token: TokenText, scored: Option<Scored>, offset: usize) -> Result<Entry> {
@@ -209,6 +215,24 @@ mod tests {
             assert!(token.bytes().is_none_or(|bytes| rest.as_bytes().starts_with(bytes)), "{token:?} at {offset}");
         }
         assert!(entries.iter().any(|entry| entry.token.bytes().is_none()), "a character of several tokens");
+    }
+
+    /// Bytes that are no character are one replacement character, which is known when the next token comes.
+    #[test]
+    fn a_token_after_half_a_character_begins_behind_it() {
+        let vocabulary = demo();
+        let party = vocabulary.tokenizer.encode("\u{1f389}").expect("encoded");
+        let a = vocabulary.tokenizer.encode("a").expect("encoded")[0];
+        let ids = [&party[..1], &[a, a]].concat();
+        let scored = vec![Scored { logprob: -1.0, top: Vec::new() }; 2];
+        let text = vocabulary.tokenizer.decode(&ids).expect("decoded");
+        assert_eq!(text, "\u{fffd}aa", "{party:?}");
+        let offsets = |entries: &[Entry]| entries.iter().map(|entry| entry.offset).collect::<Vec<_>>();
+        assert_eq!(offsets(&prompt_entries(&vocabulary, &ids, 0, scored.clone()).expect("decoded")), [0, 1, 2]);
+        let mut writer = Writer::new(&vocabulary, &[], 0, &[]);
+        let scored = Scored { logprob: -1.0, top: Vec::new() };
+        let told = ids.iter().flat_map(|&id| writer.push(id, Some(scored.clone())).expect("decoded").entries);
+        assert_eq!(offsets(&told.collect::<Vec<_>>()), [0, 1, 2]);
     }
 
     /// A special token is part of a prompt's text where it was sent, and not where the tokenizer added it.

@@ -4,6 +4,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use wush_format::monitor::Monitor;
+use wush_format::text::human_bytes;
 use wush_gpu::backend::Gpu;
 use wush_gpu::forward::{Forward, GROUP_TOKENS};
 use wush_gpu::plan::{GpuMemory, Placement, Work};
@@ -18,7 +19,6 @@ use crate::model::Model;
 use crate::plan::{CalibrationPlan, longest, n_tokens};
 use crate::request::ByteSize;
 use crate::{PipelineError, Result};
-use wush_format::text::human_bytes;
 
 /// Activations of the forward pass.
 type Activations = half::bf16;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use wush_format::text::human_bytes;
 use wush_stats::StatsInfo;
 
 use crate::device::Device;
@@ -9,7 +10,6 @@ use crate::human::{counted, human_time};
 use crate::memory::MemoryPlan;
 use crate::model::Model;
 use crate::plan::{CalibrationPlan, VERIFY_TOKENS, VerifyPlan};
-use wush_format::text::human_bytes;
 
 /// Floating-point operations a second of a thread: SmolLM2-135M ran at 880 tokens/s on two threads of a Sapphire Rapids at
 /// 1024 tokens, 0.25e9 operations a token (docs/benchmarks.md). Narrower vectors and busy machines are slower.
