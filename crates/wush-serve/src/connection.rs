@@ -3,7 +3,8 @@
 //!
 //! While it computes an answer hyper neither reads nor writes, so it would not learn that the client has gone. The socket is
 //! looked at beside it: a client that has closed is let go of with all that it sent, read or not; so is one that takes nothing
-//! of its answer for too long. A client that closed only its sending side is answered. Knows nothing of what is asked.
+//! of its answer for too long. A client that closed only its sending side is answered, but for HTTP/1.0's, which
+//! cannot be asked whether it is there. Knows nothing of what is asked.
 
 use std::convert::Infallible;
 use std::io;

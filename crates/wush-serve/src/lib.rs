@@ -14,7 +14,8 @@
 //!
 //! - A sequence gets in any company what it gets alone, bit for bit; a reused prefix changes nothing either.
 //! - Everything is bounded: bodies, prompts, sequences at once and waiting, bytes of the cache, connections.
-//! - A client that went away is noticed within a second, and its sequence's pages are freed between two steps.
+//! - A client that went away is noticed within a second, that of a stream before its first token within five, and its sequence's
+//!   pages are freed between two steps.
 //!
 //! ```
 //! use wush_serve::{ApiKey, Limits};
